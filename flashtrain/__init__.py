@@ -1,0 +1,1 @@
+"""A GPT trainer on Lightning with Triton FlashAttention kernels and long-context perplexity."""
