@@ -1,0 +1,244 @@
+"""The schema of every setting, and what makes a set of settings one run: known keys, saved run, contradictions.
+
+The dataclasses here are what Hydra checks each key and value against; YAML files in conf/ hold values only.
+`settle` turns what Hydra composed into a `Config`, taking a finished run's settings where `run` or `resume` names its
+folder, and raises every problem it finds at once. Only the verbs read a `Config`: below them code takes plain arguments.
+"""
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from flashtrain import device, runs
+from flashtrain.errors import UserError
+from flashtrain.evaluation.options import EvalOptions
+from flashtrain.kernels.attention import AttentionSpec, Intervals, refusal, supporting
+from flashtrain.model.options import ModelOptions
+from flashtrain.training.optim import OptimizerOptions
+from flashtrain.training.schedule import ScheduleOptions
+
+# What a command may change on a finished or interrupted run; everything else makes it another run.
+CHANGEABLE = ("attention", "trainer", "eval", "generate", "logger", "run", "resume", "output")
+
+
+@dataclass
+class AttentionConfig:
+    variant: str
+    """A name of `flashtrain.kernels.attention.VARIANTS`, or auto: the fastest that can do it, and its reason is said."""
+
+
+@dataclass
+class DataConfig:
+    source: str
+    """Where documents come from: stdlib or text."""
+    tokenizer: str
+    """bytes, or the path of a tokenizer.json."""
+    validation_fraction: float
+    """The share of documents held out; a document is wholly in one part."""
+    cache_dir: str
+    """Where tokenized corpora are kept, by tokenizer and content."""
+
+
+@dataclass
+class TextDataConfig(DataConfig):
+    path: str
+    """A text, jsonl or parquet file, or a folder of them."""
+    column: str
+    """The field of a jsonl or parquet row that holds the text."""
+
+
+@dataclass
+class TrainConfig:
+    sequence_length: int
+    """Tokens in a row: the context that the model is trained with."""
+    tokens_per_step: int
+    """Tokens whose loss makes one optimizer step."""
+    steps: int
+    """Optimizer steps in the run."""
+    validate_every: int
+    """Optimizer steps between validations; the best one's weights are kept."""
+    validation_tokens: int
+    """Validation tokens scored each time, at most."""
+    checkpoint_every: int
+    """Optimizer steps between saves of the last checkpoint."""
+    log_every: int
+    """Optimizer steps between logged rows."""
+
+
+@dataclass
+class TrainerConfig:
+    device: str
+    """auto (CUDA where there is one), cpu or cuda."""
+    precision: str
+    """auto (bf16 on CUDA, fp32 on CPU), fp32, or bf16: autocast over fp32 weights."""
+    compile: bool | None
+    """Whether torch.compile compiles the model; null: on CUDA only."""
+    micro_batch_tokens: int
+    """Tokens in memory at once, at most; a step with more is accumulated, with the same result."""
+    head_chunk_tokens: int
+    """Tokens whose logits exist at once in the head and its cross-entropy."""
+
+
+@dataclass
+class GenerateConfig:
+    prompt: str
+    num_tokens: int
+    temperature: float
+    """0 takes the most probable token each time."""
+    top_k: int | None
+    """Sample among this many most probable tokens; null: among all."""
+
+
+@dataclass
+class LoggerConfig:
+    csv: bool
+    tensorboard: bool
+
+
+@dataclass
+class Config:
+    model: ModelOptions
+    attention: AttentionConfig
+    data: DataConfig
+    optimizer: OptimizerOptions
+    schedule: ScheduleOptions
+    trainer: TrainerConfig
+    train: TrainConfig
+    eval: EvalOptions
+    generate: GenerateConfig
+    logger: LoggerConfig
+    seed: int
+    output: str | None
+    """Folder of the new run; null: runs/ with the time, the model and the attention."""
+    resume: str | None
+    """Folder of an interrupted run to continue."""
+    run: str | None
+    """Folder of a finished run to evaluate or to sample from."""
+
+DATA_SCHEMAS = {"stdlib": DataConfig, "text": TextDataConfig}
+
+
+def register() -> None:
+    """Give Hydra the schema: the root stands first in conf/config.yaml, a data source's own fields in its file."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    store.store(group="schema/data", name="text", node=TextDataConfig, package="data")
+
+
+def settle(composed: DictConfig, overrides: list[str]) -> Config:
+    """The settings of one run from what Hydra composed and the command line that it composed them from.
+
+    Where `resume` or `run` names a folder, that run's settings hold, with `CHANGEABLE` ones from the command line.
+    Raises UserError for an unknown key (also one added with +), a changed setting of a saved run, and, all at once,
+    every contradiction.
+    """
+    _refuse_unknown_keys(composed)
+    if composed.resume is not None and composed.run is not None:
+        raise UserError("resume and run are both set; resume continues training, run evaluates: name one of them.")
+    folder = composed.resume or composed.run
+    config = OmegaConf.to_object(_of_saved_run(Path(folder), composed, overrides) if folder else composed)
+    problems = contradictions(config)
+    if problems:
+        raise UserError(problems[0] if len(problems) == 1 else "\n  - ".join(["these settings do not go together:", *problems]))
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def unknown_key(full_key: str, parent: DictConfig) -> str:
+    """The sentence for a key that `parent` does not have, with the nearest that it has."""
+    prefix, _, key = full_key.rpartition(".")
+    where = f"{prefix}." if prefix else ""
+    names = [str(name) for name in OmegaConf.get_type(parent).__dataclass_fields__]
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    hint = f"did you mean {where}{near[0]}?" if near else f"allowed are {', '.join(where + n for n in names)}."
+    return f"there is no setting {full_key}; {hint}"
+
+
+def _refuse_unknown_keys(node: DictConfig, prefix: str = "") -> None:
+    """Hydra's + adds keys that no schema has; here they are refused like any other unknown key."""
+    for key in node:
+        if key not in OmegaConf.get_type(node).__dataclass_fields__:
+            raise UserError(unknown_key(f"{prefix}{key}", node))
+        if not OmegaConf.is_missing(node, key) and isinstance(node[key], DictConfig):
+            _refuse_unknown_keys(node[key], f"{prefix}{key}.")
+
+
+def _of_saved_run(folder: Path, composed: DictConfig, overrides: list[str]) -> DictConfig:
+    """The saved settings of a run with the changeable ones of the command line; any other difference is refused."""
+    settings = _saved(folder)
+    differences = []
+    for override in OverridesParser.create().parse_overrides(overrides):
+        key = override.key_or_group
+        if key == "experiment":
+            raise UserError(f"experiment=... makes a new run; leave it out, since {folder} has its own settings.")
+        if key.split(".")[0] in CHANGEABLE:
+            OmegaConf.update(settings, key, OmegaConf.select(composed, key), merge=False)
+        else:
+            differences += _differences(key, OmegaConf.select(settings, key), OmegaConf.select(composed, key))
+    if differences:
+        raise UserError(
+            f"{folder} was made with other settings: {'; '.join(differences)}; leave them out, or start a new run "
+            f"(only {', '.join(CHANGEABLE[:5])} may change)."
+        )
+    return settings
+
+
+def _saved(folder: Path) -> DictConfig:
+    path = folder / runs.CONFIG_FILE
+    if not path.is_file():
+        raise UserError(f"{folder} is not the folder of a run: it has no {runs.CONFIG_FILE}.")
+    try:
+        values = OmegaConf.load(path)
+        settings = OmegaConf.structured(Config)
+        settings.data = OmegaConf.structured(DATA_SCHEMAS[values.data.source])
+        return OmegaConf.merge(settings, values)
+    except (OmegaConfBaseException, YAMLError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} does not fit this version's settings: {' '.join(str(error).split())}") from None
+
+
+def _differences(key: str, saved: object, asked: object) -> list[str]:
+    if isinstance(saved, DictConfig) and isinstance(asked, DictConfig):
+        names = dict.fromkeys([*saved, *asked])
+        return [line for n in names for line in _differences(f"{key}.{n}", saved.get(n), asked.get(n))]
+    return [] if saved == asked else [f"{key} is {saved} there and {asked} here"]
+
+
+def contradictions(config: Config) -> list[str]:
+    """Every problem that the settings have together, one sentence each."""
+    train, sizes = config.train, []
+    for name in ("sequence_length", "tokens_per_step", "steps", "validate_every", "validation_tokens", "checkpoint_every",
+                 "log_every"):
+        if getattr(train, name) < 1:
+            sizes.append(f"train.{name} is {getattr(train, name)}; it must be at least 1.")
+    if not sizes and train.tokens_per_step % train.sequence_length:
+        sizes.append(
+            f"train.tokens_per_step is {train.tokens_per_step} and not a multiple of train.sequence_length "
+            f"{train.sequence_length}; the nearest that are: {_nearest_multiples(train.tokens_per_step, train.sequence_length)}."
+        )
+    max_positions = config.model.max_positions if config.model.positions == "learned" else None
+    if max_positions is not None and train.sequence_length > max_positions:
+        sizes.append(
+            f"train.sequence_length is {train.sequence_length} and the model's learned positions end at {max_positions}; "
+            f"shorten it, or say model.positions=rope."
+        )
+    return [
+        *sizes,
+        *config.model.validate(),
+        *config.optimizer.validate(),
+        *config.schedule.validate(train.steps),
+        *config.eval.validate(max_positions),
+    ]
+
+
+def _nearest_multiples(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return f"{below} and {below + unit}" if below else f"{unit}"

@@ -1,0 +1,35 @@
+"""Where and how a run computes: device, precision and compilation, from what the user asked and what there is."""
+
+from dataclasses import dataclass
+
+import torch
+
+from flashtrain.errors import UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Device:
+    type: str
+    """cpu or cuda."""
+    dtype: torch.dtype
+    """What the model computes in: float32, or bfloat16 by autocast over float32 weights."""
+    compile: bool
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.type, self.dtype, enabled=self.dtype != torch.float32)
+
+
+def resolve(device: str, precision: str, compile: bool | None) -> Device:
+    """The device that `auto` and null stand for here. Raises UserError for an unknown word or a missing GPU."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"trainer.device is {device}; allowed are auto, cpu and cuda.")
+    if precision not in ("auto", *DTYPES):
+        raise UserError(f"trainer.precision is {precision}; allowed are auto, fp32 and bf16.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("trainer.device is cuda and PyTorch sees no CUDA GPU here; say trainer.device=cpu.")
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    on_gpu = kind == "cuda"
+    dtype = DTYPES[("bf16" if on_gpu else "fp32") if precision == "auto" else precision]
+    return Device(kind, dtype, on_gpu if compile is None else compile)

@@ -1,0 +1,81 @@
+"""How a command starts: Hydra composes conf/ with the command line, and a user's mistake ends in one sentence.
+
+Every command is `main(verb)`. Hydra's and OmegaConf's errors are reworded here, with the nearest valid name; what
+the settings mean and which contradict one another is `config.py`'s to say. Any other exception is a bug and
+keeps its trace.
+"""
+
+import contextlib
+import difflib
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from flashtrain import config as schema
+from flashtrain.errors import UserError
+from flashtrain.kernels.attention import Unsupported
+
+CONF = Path(__file__).parent / "conf"
+
+
+def main(verb: Callable[[schema.Config], None]) -> None:
+    """Compose the configuration from `sys.argv`, check it and call `verb` with it; exit 1 on a user's mistake."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands exceptions on instead of printing them itself
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("flashtrain").setLevel(logging.INFO)
+    schema.register()
+
+    def task(composed: DictConfig) -> None:
+        with mistakes_end_in_one_sentence():
+            verb(schema.settle(composed, list(HydraConfig.get().overrides.task)))
+
+    with mistakes_end_in_one_sentence():
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
+
+
+@contextlib.contextmanager
+def mistakes_end_in_one_sentence() -> Iterator[None]:
+    try:
+        yield
+    except (UserError, Unsupported) as mistake:
+        sys.exit(f"error: {mistake}")
+    except (HydraException, OmegaConfBaseException) as mistake:
+        sys.exit(f"error: {explain(mistake)}")
+
+
+def explain(error: Exception) -> str:
+    """One sentence for an error of Hydra or OmegaConf: what came, what is allowed, what to do."""
+    if isinstance(error, MissingConfigException):
+        return _unknown_choice(error)
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    key = getattr(cause, "full_key", None)
+    parent = getattr(cause, "parent_node", None)
+    where = re.match(r"In '([^']+)'", str(error))
+    place = f"conf/{where.group(1)}.yaml: " if where else ""
+    if isinstance(cause, MissingMandatoryValue):
+        return f"{key} has no value; say {key}=..."
+    if key and isinstance(parent, DictConfig) and f"Key '{key.rpartition('.')[2]}' not in" in str(cause):
+        return place + schema.unknown_key(key, parent)
+    if key and isinstance(cause, OmegaConfBaseException):
+        return f"{place}{key}: {str(cause).splitlines()[0]}"
+    override = re.search(r"Could not override '([^']+)'", str(error))
+    if override:
+        return schema.unknown_key(override.group(1), OmegaConf.structured(schema.Config))
+    return " ".join(str(error).split())
+
+
+def _unknown_choice(error: MissingConfigException) -> str:
+    group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+    options = [str(option) for option in error.options or []]
+    near = difflib.get_close_matches(choice, options, n=1, cutoff=0.4)
+    hint = f"did you mean {group}={near[0]}? " if near else ""
+    return f"there is no {group}={choice}; {hint}allowed are {', '.join(options)}."
