@@ -1,0 +1,182 @@
+"""Perplexity curves for people and programs: terminal tables, JSON and CSV.
+
+Nothing is computed here. A figure that is not finite is null in JSON and empty in CSV.
+"""
+
+import csv
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from flashtrain.evaluation.metrics import Score
+from flashtrain.evaluation.perplexity import PerplexityCurves
+from flashtrain.evaluation.plot import save_plot
+
+CSV_COLUMNS = [
+    "metric",
+    "length",
+    "start",
+    "stop",
+    "perplexity",
+    "perplexity_macro",
+    "loss",
+    "bits_per_byte",
+    "targets",
+    "bytes",
+    "documents",
+    "beyond_training_length",
+]
+
+
+def write_reports(curves: PerplexityCurves, folder: Path) -> list[Path]:
+    """Write perplexity.json, perplexity.csv and perplexity.png into `folder` and return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    json_path, csv_path, png_path = (folder / f"perplexity.{suffix}" for suffix in ("json", "csv", "png"))
+    json_path.write_text(json.dumps(as_json(curves), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    with csv_path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, CSV_COLUMNS)
+        writer.writeheader()
+        for metric, rows in rows_by_metric(curves).items():
+            writer.writerows({"metric": metric} | row for row in rows)
+    save_plot(curves, png_path)
+    return [json_path, csv_path, png_path]
+
+
+def as_json(curves: PerplexityCurves) -> dict:
+    """All figures with their counts, what was scored, and under which conditions; plain values only."""
+    return rows_by_metric(curves) | {
+        "unreached_lengths": list(curves.unreached),
+        "scored": asdict(curves.coverage) | {"prefix": "document", "description": describe_scored(curves)},
+        "options": asdict(curves.options),
+        "conditions": asdict(curves.conditions),
+    }
+
+
+def rows_by_metric(curves: PerplexityCurves) -> dict[str, list[dict]]:
+    """One row of plain values per point of each curve."""
+
+    def figures(score: Score, length: int) -> dict:
+        return {
+            "perplexity": _finite(score.perplexity),
+            "loss": _finite(score.loss),
+            "bits_per_byte": _finite(score.bits_per_byte),
+            "targets": score.targets,
+            "bytes": score.bytes,
+            "documents": score.documents,
+            "beyond_training_length": curves.beyond_training(length),
+        }
+
+    return {
+        "ppl_at_length": [
+            {"length": length}
+            | figures(score, length)
+            | {"perplexity_macro": _finite(curves.at_length_macro[length])}
+            for length, score in curves.at_length.items()
+        ],
+        "ppl_vs_context": [
+            {"length": length} | figures(score, length) for length, score in curves.vs_context.items()
+        ],
+        "loss_by_position": [
+            {"start": start, "stop": stop} | figures(score, stop)
+            for (start, stop), score in curves.by_position.items()
+        ],
+    }
+
+
+def terminal_report(curves: PerplexityCurves) -> Group:
+    """The curves as tables, then what was scored and under which conditions."""
+    sentences = [describe_scored(curves), describe_conditions(curves)]
+    if curves.beyond_training(curves.longest):
+        sentences.insert(0, f"* beyond the training length of {curves.conditions.training_length:,} tokens")
+    return Group(
+        _length_table(curves), "", _position_table(curves), "", Text("\n".join(sentences), style="dim")
+    )
+
+
+def describe_scored(curves: PerplexityCurves) -> str:
+    """Which tokens the figures are about, and which lengths have none."""
+    coverage, options = curves.coverage, curves.options
+    sentences = [
+        f"Length and position: the first {curves.longest:,} tokens of {coverage.documents:,} documents, of "
+        f"{coverage.documents_long_enough:,} that long among {coverage.documents_in_corpus:,} in validation.",
+        f"Context: the {options.targets_per_anchor:,} tokens before each of {coverage.anchors:,} anchors, of "
+        f"{coverage.anchors_in_corpus:,} that lie {curves.longest:,} tokens apart in documents.",
+    ]
+    if coverage.documents < coverage.documents_long_enough or coverage.anchors < coverage.anchors_in_corpus:
+        sentences.append("Those scored are evenly spaced in corpus order.")
+    if curves.unreached:
+        lengths = ", ".join(f"{length:,}" for length in curves.unreached)
+        sentences.append(
+            f"Not scored: {lengths}; the longest document has {coverage.longest_document:,} tokens."
+        )
+    return " ".join(sentences)
+
+
+def describe_conditions(curves: PerplexityCurves) -> str:
+    """What the figures depend on."""
+    given = curves.conditions
+    return (
+        f"{given.model} at step {given.step:,}, trained on {given.training_length:,} tokens in a row; "
+        f"{given.attention} attention, {given.dtype} on {given.device}; {given.corpus} corpus "
+        f"{given.corpus_fingerprint}; {given.tokenizer} tokens, {given.prefix_id} in front of every document."
+    )
+
+
+def _length_table(curves: PerplexityCurves) -> Table:
+    table = _table("Perplexity of the first L tokens, and against L tokens of context")
+    for heading in ("L", "ppl at length", "macro ppl", "bits/byte", "ppl vs context", "bits/byte"):
+        table.add_column(heading, justify="right")
+    for length, score in curves.at_length.items():
+        in_context = curves.vs_context[length]
+        table.add_row(
+            _marked(f"{length:,}", curves.beyond_training(length)),
+            _figure(score.perplexity),
+            _figure(curves.at_length_macro[length]),
+            _figure(score.bits_per_byte),
+            _figure(in_context.perplexity),
+            _figure(in_context.bits_per_byte),
+        )
+    for length in curves.unreached:
+        table.add_row(_marked(f"{length:,}", False), "not scored", style="dim")
+    return table
+
+
+def _position_table(curves: PerplexityCurves) -> Table:
+    table = _table("Loss by position in the document")
+    for heading in ("position", "loss", "ppl", "bits/byte", "targets"):
+        table.add_column(heading, justify="right")
+    for (start, stop), score in curves.by_position.items():
+        positions = f"{start:,}" if stop == start + 1 else f"{start:,} to {stop - 1:,}"
+        table.add_row(
+            _marked(positions, curves.beyond_training(stop)),
+            _figure(score.loss),
+            _figure(score.perplexity),
+            _figure(score.bits_per_byte),
+            f"{score.targets:,}",
+        )
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
+
+
+def _marked(text: str, beyond_training: bool) -> str:
+    return f"{text} *" if beyond_training else f"{text}  "
+
+
+def _figure(value: float) -> str:
+    """Four significant digits, from 1000 on whole numbers; inf and nan by name."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if value >= 1000 else f"{value:#.4g}"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
