@@ -1,0 +1,1 @@
+"""Documents, their tokens on disk, and the order in which training sees them."""

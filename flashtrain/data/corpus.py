@@ -1,0 +1,213 @@
+"""Documents as tokens on disk: built once for a content and a tokenizer, then mapped into memory.
+
+Decides what is left out (empty documents and second copies), what is held out for validation (the documents
+whose names have the lowest digests, so that adding documents moves few others), and the layout on disk: a folder
+with the tokens and document offsets of both splits and a meta.json, written aside and renamed when whole.
+"""
+
+import json
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock
+
+from flashtrain.data.digest import digest, record_digest
+from flashtrain.data.documents import Source
+from flashtrain.data.tokenizer import Tokenizer
+from flashtrain.errors import UserError
+
+log = logging.getLogger(__name__)
+
+# Part of every fingerprint: raise it with any change in what a corpus holds.
+FORMAT = 1
+TRAIN, VALIDATION, EMPTY, REPEATED = "train", "validation", "empty", "repeated"
+CHARACTERS_PER_BATCH = 1 << 20
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """The documents of a split, one after another, each with the tokenizer's prefix token before it."""
+
+    tokens: np.ndarray
+    """(num_tokens,) uint16 or uint32, mapped from disk."""
+    offsets: np.ndarray
+    """(num_documents + 1,) int64: document i is tokens[offsets[i] : offsets[i + 1]]."""
+    num_bytes: int
+    """UTF-8 bytes of the documents' text."""
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    def document(self, i: int) -> np.ndarray:
+        """(length,) the prefix token and the tokens of document i, a view."""
+        return self.tokens[self.offsets[i] : self.offsets[i + 1]]
+
+    def num_rows(self, sequence_length: int) -> int:
+        """The number of rows with `sequence_length` targets each; no target is in two rows."""
+        return (self.num_tokens - 1) // sequence_length
+
+    def row(self, i: int, sequence_length: int) -> np.ndarray:
+        """(sequence_length + 1,) row i, a view: all but last token are inputs, all but first targets."""
+        start = i * sequence_length
+        return self.tokens[start : start + sequence_length + 1]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    fingerprint: str
+    """A digest of the source's files, the tokenizer and the split: equal ones have equal tokens."""
+    source: str
+    tokenizer: str
+    num_empty: int
+    """Documents left out for having no text."""
+    num_repeated: int
+    """Documents left out for having the same text as an earlier one."""
+    train: TokenStream
+    validation: TokenStream
+
+    def summary(self) -> str:
+        """One line for people."""
+        splits = [
+            f"{split} {s.num_documents:,} documents, {s.num_bytes / 1e6:,.2f} MB, {s.num_tokens:,} tokens"
+            for split, s in ((TRAIN, self.train), (VALIDATION, self.validation))
+        ]
+        left_out = f"left out {self.num_empty:,} empty and {self.num_repeated:,} repeated documents"
+        return "; ".join([f"{self.source} with tokenizer {self.tokenizer}", *splits, left_out])
+
+
+def open_corpus(
+    source: Source, tokenizer: Tokenizer, *, cache_dir: str | Path, validation_fraction: float
+) -> Corpus:
+    """The corpus in `cache_dir`, built there if need be; of several processes one builds and the others wait.
+
+    `validation_fraction` of the documents, and at least one, are held out for validation.
+    Raises UserError if the source cannot be read or has fewer than two different documents, if the fraction is
+    not between 0 and 1, or if the folder cannot be written.
+    """
+    if not 0 < validation_fraction < 1:
+        raise UserError(f"data.validation_fraction is {validation_fraction}; it has to be between 0 and 1.")
+    fingerprint = record_digest(FORMAT, source.fingerprint(), tokenizer.fingerprint, validation_fraction)
+    folder = Path(cache_dir) / fingerprint
+    if not folder.is_dir():
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder.with_suffix(".lock")):
+                if not folder.is_dir():
+                    _build(folder, source, tokenizer, validation_fraction)
+        except OSError as error:
+            raise UserError(f"data.cache_dir={cache_dir} cannot hold the corpus: {error}.") from error
+    return _load(folder)
+
+
+def _build(folder: Path, source: Source, tokenizer: Tokenizer, validation_fraction: float) -> None:
+    """Fill a folder beside `folder` and rename it, so that `folder` is absent or whole."""
+    log.info("tokenizing %s with tokenizer %s into %s", source.label, tokenizer.name, folder)
+    unfinished = folder.with_suffix(".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    try:
+        fate = _assign(source, validation_fraction)
+        writers = {split: _StreamWriter(unfinished, split, tokenizer) for split in (TRAIN, VALIDATION)}
+        for (_, text), split in zip(source.documents(), fate, strict=True):
+            if split in writers:
+                writers[split].append(text)
+        meta = {
+            "source": source.label,
+            "tokenizer": tokenizer.name,
+            "dtype": tokenizer.dtype.name,
+            "num_empty": fate.count(EMPTY),
+            "num_repeated": fate.count(REPEATED),
+            "num_bytes": {split: writer.finish() for split, writer in writers.items()},
+        }
+        (unfinished / "meta.json").write_text(json.dumps(meta, indent=2))
+        for path in (*unfinished.iterdir(), unfinished):
+            _sync(path)
+        unfinished.rename(folder)
+        _sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _assign(source: Source, validation_fraction: float) -> list[str]:
+    """What becomes of each document, in order: TRAIN, VALIDATION, EMPTY or REPEATED."""
+    fate, first = [], {}
+    for i, (name, text) in enumerate(source.documents()):
+        fate.append(REPEATED if text else EMPTY)
+        if text:
+            first.setdefault(digest(text.encode()), (digest(name.encode()), i))
+    if len(first) < 2:
+        raise UserError(
+            f"{source.label} has {len(first)} different documents with text and needs at least 2, since train "
+            f"and validation never share one; give more, or cut the text into several files or rows."
+        )
+    num_validation = min(max(1, round(validation_fraction * len(first))), len(first) - 1)
+    for place, (_, i) in enumerate(sorted(first.values())):
+        fate[i] = VALIDATION if place < num_validation else TRAIN
+    return fate
+
+
+class _StreamWriter:
+    """Writes the files of one split; texts gather until there are enough for a tokenizer to use all cores."""
+
+    def __init__(self, folder: Path, split: str, tokenizer: Tokenizer) -> None:
+        self._tokens_file, self._offsets_file = _stream_files(folder, split)
+        self._tokenizer = tokenizer
+        self._prefix = np.array([tokenizer.prefix_id], tokenizer.dtype).tobytes()
+        self._texts: list[str] = []
+        self._num_characters = 0
+        self._lengths = [0]
+        self._num_bytes = 0
+
+    def append(self, text: str) -> None:
+        self._texts.append(text)
+        self._num_characters += len(text)
+        if self._num_characters >= CHARACTERS_PER_BATCH:
+            self._flush()
+
+    def finish(self) -> int:
+        """Complete the files; the bytes of text that they stand for."""
+        self._flush()
+        np.save(self._offsets_file, np.cumsum(self._lengths, dtype=np.int64))
+        return self._num_bytes
+
+    def _flush(self) -> None:
+        with self._tokens_file.open("ab") as file:
+            for tokens in self._tokenizer.encode_batch(self._texts):
+                file.write(self._prefix + tokens.tobytes())
+                self._lengths.append(1 + len(tokens))
+        self._num_bytes += sum(len(text.encode()) for text in self._texts)
+        self._texts, self._num_characters = [], 0
+
+
+def _load(folder: Path) -> Corpus:
+    meta = json.loads((folder / "meta.json").read_text())
+    streams = {}
+    for split, num_bytes in meta["num_bytes"].items():
+        tokens_file, offsets_file = _stream_files(folder, split)
+        tokens = np.memmap(tokens_file, meta["dtype"], "r")
+        streams[split] = TokenStream(tokens, np.load(offsets_file), num_bytes)
+    kept = {key: meta[key] for key in ("source", "tokenizer", "num_empty", "num_repeated")}
+    return Corpus(folder.name, **kept, **streams)
+
+
+def _stream_files(folder: Path, split: str) -> tuple[Path, Path]:
+    return folder / f"{split}.tokens", folder / f"{split}.offsets.npy"
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or folder is on disk, so that no crash leaves the new name without its content."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

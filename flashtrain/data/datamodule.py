@@ -1,0 +1,114 @@
+"""Rows of a corpus as the batches that Lightning sees: one training batch is one whole optimizer step.
+
+The module that trains splits a step into micro-batches. Each rank gets its own part of a step and of the
+validation rows, so the Trainer needs `use_distributed_sampler=False`.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import lightning as L
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from flashtrain.data.corpus import Corpus, TokenStream
+from flashtrain.data.order import rows_for_step
+from flashtrain.errors import UserError
+
+Batch = dict[str, torch.Tensor]
+"""inputs and labels, each (rows, sequence_length) int64; a label is the token after its input."""
+
+
+class StepDataModule(L.LightningDataModule):
+    """Training steps in the order of `rows_for_step`, and validation rows spread evenly over their stream.
+
+    `rows_per_step` and `validation_rows` are of all ranks together; there are at most `validation_rows`.
+    Raises UserError where a split has less than one row.
+    """
+
+    start_step: int = 0
+    """The first step that the training loader gives, read whenever it starts: on resuming, the steps done."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        sequence_length: int,
+        rows_per_step: int,
+        num_steps: int,
+        seed: int,
+        validation_rows: int,
+        validation_batch_rows: int,
+    ) -> None:
+        super().__init__()
+        _require_a_row("train", corpus.train, corpus.source, sequence_length)
+        _require_a_row("validation", corpus.validation, corpus.source, sequence_length)
+        self.corpus = corpus
+        self.sequence_length = sequence_length
+        self.rows_per_step = rows_per_step
+        self.num_steps = num_steps
+        self.seed = seed
+        available = corpus.validation.num_rows(sequence_length)
+        num_validation_rows = min(validation_rows, available)
+        self.validation_rows = np.arange(num_validation_rows) * available // num_validation_rows
+        self.validation_batch_rows = validation_batch_rows
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader(self.corpus.train, _TrainingSteps(self))
+
+    def val_dataloader(self) -> DataLoader:
+        rows = self.validation_rows[self.trainer.global_rank :: self.trainer.world_size]
+        size = self.validation_batch_rows
+        batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+        return self._loader(self.corpus.validation, batches)
+
+    def _loader(self, stream: TokenStream, batches: Iterable[np.ndarray]) -> DataLoader:
+        rows = _Rows(stream, self.sequence_length)
+        on_gpu = self.trainer.strategy.root_device.type == "cuda"
+        return DataLoader(rows, sampler=batches, batch_size=None, pin_memory=on_gpu)
+
+
+class _Rows(Dataset):
+    """Indexed by all rows of a batch at once."""
+
+    def __init__(self, stream: TokenStream, sequence_length: int) -> None:
+        self._stream = stream
+        self._sequence_length = sequence_length
+
+    def __getitem__(self, rows: np.ndarray) -> Batch:
+        tokens = np.stack([self._stream.row(row, self._sequence_length) for row in rows]).astype(np.int64)
+        return {
+            "inputs": torch.from_numpy(tokens[:, :-1].copy()),
+            "labels": torch.from_numpy(tokens[:, 1:].copy()),
+        }
+
+
+class _TrainingSteps(Sampler):
+    """The rows of each step from `start_step` on; the length counts all steps, as Lightning's counter does."""
+
+    def __init__(self, data: StepDataModule) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return self._data.num_steps
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        data = self._data
+        for step in range(data.start_step, data.num_steps):
+            yield rows_for_step(
+                step,
+                seed=data.seed,
+                rows_per_step=data.rows_per_step,
+                num_rows=data.corpus.train.num_rows(data.sequence_length),
+                rank=data.trainer.global_rank,
+                world_size=data.trainer.world_size,
+            )
+
+
+def _require_a_row(split: str, stream: TokenStream, source: str, sequence_length: int) -> None:
+    if stream.num_rows(sequence_length) < 1:
+        raise UserError(
+            f"the {split} documents of {source} have {stream.num_tokens} tokens together and a row takes "
+            f"{sequence_length + 1}; lower train.sequence_length, give more text or change "
+            f"data.validation_fraction."
+        )

@@ -1,0 +1,149 @@
+"""Text to token ids and back, and how many bytes of text each token stands for.
+
+A tokenizer is named `bytes` or by the path of a `tokenizer.json`. No special token ever comes out of text: a
+document that spells `<|endoftext|>` gets the tokens of its letters. The one special token in a corpus is the
+prefix that stands before each document.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import tokenizers
+
+from flashtrain.data.digest import digest, file_digest
+from flashtrain.errors import UserError
+
+# What the published tokenizers put before a document; the first that a tokenizer has is its prefix.
+PREFIX_TOKENS = ("<|begin_of_text|>", "<bos>", "<s>", "<|endoftext|>", "</s>")
+
+
+class Tokenizer(Protocol):
+    name: str
+    fingerprint: str
+    """Equal for tokenizers that give equal ids."""
+    vocab_size: int
+    prefix_id: int
+    """The special token before each document."""
+    bytes_per_token: np.ndarray
+    """(vocab_size,) int64: UTF-8 bytes of text that a token stands for; 0 for special tokens."""
+    dtype: np.dtype
+    """The smallest that holds every id: uint16 or uint32."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of `text`, (length,) of `dtype`, without the prefix."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text, in parallel where the tokenizer can."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; special tokens give none, and bytes that are not UTF-8 give U+FFFD."""
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer `bytes`, or the one in the file `name`.
+
+    Raises UserError if that is no tokenizer.json, has no prefix token, or has tokens without a size in bytes.
+    """
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(name))
+
+
+def _smallest_dtype(vocab_size: int) -> np.dtype:
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+class ByteTokenizer:
+    """The 256 bytes, and the prefix token 256."""
+
+    name = "bytes"
+    fingerprint = digest(b"bytes")
+    vocab_size = 257
+    prefix_id = 256
+    bytes_per_token = np.array([1] * 256 + [0], np.int64)
+    dtype = _smallest_dtype(vocab_size)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8).astype(self.dtype)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i != self.prefix_id).decode(errors="replace")
+
+
+class FileTokenizer:
+    """A `tokenizer.json` of the tokenizers library."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise UserError(f"data.tokenizer={path} is no file; name a tokenizer.json or say data.tokenizer=bytes.")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing more precise
+            raise UserError(f"data.tokenizer={path} is not a tokenizer.json ({error}); name one.") from error
+        self._tokenizer.encode_special_tokens = True  # that is: as the letters they are spelled with
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.name = str(path)
+        self.fingerprint = file_digest(path)
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
+        self.prefix_id = _prefix_id(self._tokenizer, path)
+        self.bytes_per_token = _bytes_per_token(self._tokenizer, self.vocab_size, path)
+        self.dtype = _smallest_dtype(self.vocab_size)
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, self.dtype) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+def _prefix_id(tokenizer: tokenizers.Tokenizer, path: Path) -> int:
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token.content: i for i, token in added.items() if token.special}
+    for token in PREFIX_TOKENS:
+        if token in special:
+            return special[token]
+    raise UserError(
+        f"data.tokenizer={path} has no token to put before a document: its special tokens are "
+        f"{', '.join(special) or 'none'}; add one of {', '.join(PREFIX_TOKENS)} to them."
+    )
+
+
+def _bytes_per_token(tokenizer: tokenizers.Tokenizer, vocab_size: int, path: Path) -> np.ndarray:
+    """Bytes of the text as the tokenizer normalizes it: a space that it puts before every text counts, too.
+
+    A byte-level vocabulary (GPT-2, Llama 3) spells each byte as one character. A byte-fallback one (Llama 2,
+    Gemma) spells text with U+2581 for a space, and <0x00> to <0xFF> for bytes that it has no piece for.
+    """
+    parts = json.loads(tokenizer.to_str())
+    decoder = parts["decoder"] or {"type": None}
+    if "ByteLevel" in [step["type"] for step in decoder.get("decoders", [decoder])]:
+        num_bytes = len
+    elif parts["model"].get("byte_fallback"):
+        num_bytes = _num_bytes_with_fallback
+    else:
+        raise UserError(
+            f"data.tokenizer={path} is neither byte-level nor byte-fallback, so its tokens have no size in "
+            f"bytes; name one like those of GPT-2 or Llama, or say data.tokenizer=bytes."
+        )
+    table = np.zeros(vocab_size, np.int64)
+    added = tokenizer.get_added_tokens_decoder()
+    for token, i in tokenizer.get_vocab().items():
+        if i not in added:
+            table[i] = num_bytes(token)
+        elif not added[i].special:
+            table[i] = len(token.encode())
+    return table
+
+
+def _num_bytes_with_fallback(token: str) -> int:
+    return 1 if re.fullmatch("<0x[0-9A-F]{2}>", token) else len(token.replace("\u2581", " ").encode())
