@@ -1,0 +1,1 @@
+"""FlashAttention-2 in portable Triton: outer loop over query tiles; the backward without atomics."""

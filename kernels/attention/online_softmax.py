@@ -1,0 +1,40 @@
+"""The running state of a softmax over keys that arrive block by block: start, update, finish.
+
+Row maximum in units of the raw scores, row sum relative to it; exponentials are base 2 with scale * log2(e) folded into
+one multiply-add, so the scale must be positive. A row that has seen no key yet has maximum -inf and sum 0.
+Source: FlashAttention-2 (arXiv:2307.08691), algorithm 1; Milakov and Gimelshein, arXiv:1805.02867.
+"""
+
+import triton
+import triton.language as tl
+
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def softmax_start(BLOCK_M: tl.constexpr):
+    row_max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum_M = tl.zeros([BLOCK_M], tl.float32)
+    return row_max_M, row_sum_M
+
+
+@triton.jit
+def softmax_update(s_MN, row_max_M, row_sum_M, scale_log2e):
+    """Takes in one block of scores; returns its probabilities, the factor that rescales what came before, and the state."""
+    new_max_M = tl.maximum(row_max_M, tl.max(s_MN, 1))
+    # (-inf) - (-inf) is NaN: a row without a key so far subtracts 0.
+    shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M * scale_log2e)
+    p_MN = tl.exp2(s_MN * scale_log2e - shift_M[:, None])
+    rescale_M = tl.exp2(row_max_M * scale_log2e - shift_M)
+    row_sum_M = row_sum_M * rescale_M + tl.sum(p_MN, 1)
+    return p_MN, rescale_M, new_max_M, row_sum_M
+
+
+@triton.jit
+def softmax_finish(acc_MD, row_max_M, row_sum_M, scale_log2e):
+    """Returns the output and the natural-log LSE; 0 and -inf in rows that saw no key."""
+    divisor_M = tl.where(row_sum_M == 0.0, 1.0, row_sum_M)
+    out_MD = acc_MD * (1.0 / divisor_M)[:, None]
+    # An empty row's maximum is -inf already.
+    lse_M = (row_max_M * scale_log2e + tl.log2(divisor_M)) * LN_2
+    return out_MD, lse_M

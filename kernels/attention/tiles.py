@@ -1,0 +1,84 @@
+"""The launch table of flash_v2: tile sizes, warps and pipeline stages by architecture, head dimension and element size.
+
+Static on purpose: nothing is tuned at start-up, so every run and every rank launches the same kernels, and CUDA-graph capture
+meets no search. Rows say what was measured; the others only fit the registers and shared memory, which the compile-only test
+checks. Kernels say what a tile means.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A kernel's launch record; BLOCK_M counts queries, BLOCK_N counts keys. The field names are the kernels' arguments."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    forward: Tile
+    dkdv: Tile
+    dq: Tile
+
+
+INTERPRETER = Tiles(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1))
+
+# Exact fp32 products do not use tensor cores; larger tiles spill. Not measured.
+FP32 = {
+    64: Tiles(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
+    128: Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    256: Tiles(Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 32, 4, 1)),
+}
+
+# architecture -> largest padded head dimension of the row -> launch records for 16-bit inputs
+HALF = {
+    # Not measured. Fits the 99 KB of the smaller members of the family.
+    "sm_80": {
+        64: Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+        128: Tiles(Tile(128, 32, 4, 2), Tile(32, 64, 4, 2), Tile(64, 32, 4, 2)),
+        256: Tiles(Tile(64, 32, 8, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1)),
+    },
+    "sm_90": {
+        # Not measured.
+        64: Tiles(Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
+        # Not measured.
+        128: Tiles(Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(128, 64, 8, 3)),
+        # Not measured.
+        256: Tiles(Tile(128, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 64, 8, 1)),
+    },
+    # Not measured.
+    "sm_100": {
+        64: Tiles(Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
+        128: Tiles(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+        256: Tiles(Tile(128, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 64, 8, 1)),
+    },
+    # Not measured. 64 KB of shared memory.
+    "gfx942": {
+        64: Tiles(Tile(128, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
+        128: Tiles(Tile(128, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
+        256: Tiles(Tile(64, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1)),
+    },
+}
+
+
+def architecture(device: torch.device) -> str:
+    """The name of the rows for a device: sm_80 stands for every CUDA GPU that has no rows of its own."""
+    if device.type == "cpu":
+        return "interpreter"
+    if torch.version.hip is not None:
+        return "gfx942"
+    return {9: "sm_90", 10: "sm_100"}.get(torch.cuda.get_device_capability(device)[0], "sm_80")
+
+
+def tiles(architecture: str, head_dim: int, dtype: torch.dtype) -> Tiles:
+    """The launch records of a problem; head_dim at most 256."""
+    if architecture == "interpreter":
+        return INTERPRETER
+    rows = FP32 if dtype == torch.float32 else HALF[architecture]
+    return rows[next(limit for limit in sorted(rows) if head_dim <= limit)]
