@@ -1,0 +1,109 @@
+"""The decoder: token ids to hidden states after the final norm.
+
+Logits are left to head.py, which never builds them whole. Under autocast the residual stream travels in autocast's
+dtype, as in Megatron and torchtitan: float32 would double the traffic and the saved bytes of everything between
+matrix products. Norm statistics, parameters, their gradients and the loss stay in float32.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from flashtrain.errors import UserError
+from flashtrain.model.attention import Attention, AttentionLayer
+from flashtrain.model.layers import activation_dtype, mlp, norm
+from flashtrain.model.options import ModelOptions
+from flashtrain.model.rope import rope_table
+
+INIT_STD = 0.02
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, options: ModelOptions, attention: Attention):
+        super().__init__()
+        self.attention_norm = norm(options, options.hidden_size)
+        self.attention = AttentionLayer(options, attention)
+        self.mlp_norm = norm(options, options.hidden_size)
+        self.mlp = mlp(options)
+
+    def forward(self, x_BSC: Tensor, rope: Tensor | None) -> Tensor:
+        x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), rope)
+        return x_BSC + self.mlp(self.mlp_norm(x_BSC))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer.
+
+    Args:
+        options: the architecture; vocab_size must be set.
+        attention: `attention(q, k, v) -> out` in the (B, S, H, D) layout, causal; see `model.attention.Attention`.
+
+    Raises:
+        UserError: the options contradict one another.
+    """
+
+    def __init__(self, options: ModelOptions, attention: Attention):
+        super().__init__()
+        if problems := options.validate():
+            raise UserError("; ".join(problems))
+        self.options = options = options.resolve()
+        rows, hidden_size = options.padded_vocab_size, options.hidden_size
+        self.token_embedding = nn.Embedding(rows, hidden_size)
+        if options.positions == "learned":
+            self.position_embedding = nn.Embedding(options.max_positions, hidden_size)
+        self.blocks = nn.ModuleList(Block(options, attention) for _ in range(options.num_layers))
+        self.final_norm = norm(options, hidden_size)
+        if not options.tie_embeddings:
+            self.head = nn.Linear(hidden_size, rows, bias=False)
+        self._initialize()
+
+    def _initialize(self) -> None:
+        """Initialise as GPT-2: normal of std 0.02, projections onto the residual stream over sqrt(2 num_layers)."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=INIT_STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        residual_std = INIT_STD / math.sqrt(2 * self.options.num_layers)
+        for block in self.blocks:
+            nn.init.normal_(block.attention.out.weight, std=residual_std)
+            nn.init.normal_(block.mlp.down.weight, std=residual_std)
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """The (padded vocabulary, C) matrix that turns hidden states into logits."""
+        return self.token_embedding.weight if self.options.tie_embeddings else self.head.weight
+
+    def num_parameters(self) -> int:
+        """Return the number of parameters, the rows that pad the vocabulary left out."""
+        options = self.options
+        padding = (options.padded_vocab_size - options.vocab_size) * options.hidden_size
+        tables = 1 if options.tie_embeddings else 2
+        return sum(parameter.numel() for parameter in self.parameters()) - tables * padding
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Return the hidden states (B, S, C) of int64 token ids (B, S), in autocast's dtype where it is on.
+
+        Raises:
+            UserError: the sequence is longer than the learned position table.
+        """
+        options = self.options
+        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        x_BSC, rope = self.token_embedding(tokens_BS), None
+        if options.positions == "learned":
+            if tokens_BS.shape[1] > options.max_positions:
+                raise UserError(
+                    f"a sequence of {tokens_BS.shape[1]} tokens is longer than the {options.max_positions} learned "
+                    "positions of this model; shorten it, or train with model.positions=rope or more "
+                    "model.max_positions"
+                )
+            x_BSC = x_BSC + self.position_embedding(positions_S)
+        else:
+            rope = rope_table(positions_S, options.head_dim, options.rope_theta)
+        x_BSC = x_BSC.to(activation_dtype(x_BSC))
+        for block in self.blocks:
+            x_BSC = block(x_BSC, rope)
+        return self.final_norm(x_BSC)

@@ -1,0 +1,144 @@
+"""The language-model head: cross-entropy and next-token logits from hidden states, in chunks of rows.
+
+The logits of a long batch are the largest tensor of a training step: 32,768 rows of 50,304 are 3.1 GiB in bfloat16
+and as much again for their gradient. Here they exist one chunk at a time. The training loss computes its gradients
+in the same pass, since the softmax of a chunk is at hand only then (the idea of Liger-Kernel, arXiv 2410.10989).
+N rows, C hidden size, V padded vocabulary, n rows of one chunk.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flashtrain.model.layers import activation_dtype
+
+IGNORED = -100
+
+
+def summed_cross_entropy(
+    hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, vocab_size: int, chunk_size: int
+) -> Tensor:
+    """Return the sum over rows of -log softmax(hidden weight^T)[target], differentiable in hidden and weight.
+
+    Matrix products run in autocast's dtype, everything else and the sums in float32 (float64 for float64 inputs).
+    Beyond the inputs it holds the gradients of both and 2 x chunk_size x V logits.
+
+    Args:
+        hidden_NC: hidden states after the final norm.
+        weight_VC: head weight; may be the embedding's.
+        targets_N: int64 token ids below vocab_size; rows of -100 count for nothing.
+        vocab_size: columns from here on are padding and get no probability.
+        chunk_size: rows whose logits exist at one time.
+    """
+    if not torch.is_grad_enabled():
+        return token_nll(hidden_NC, weight_VC, targets_N, vocab_size, chunk_size).sum()
+    dtype = activation_dtype(hidden_NC)
+    with torch.autocast(hidden_NC.device.type, enabled=False):
+        return _SummedCrossEntropy.apply(hidden_NC, weight_VC, targets_N, vocab_size, chunk_size, dtype)
+
+
+@torch.no_grad()
+def token_nll(
+    hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, vocab_size: int, chunk_size: int
+) -> Tensor:
+    """Return each row's negative log likelihood (N,) float32, 0 where the target is -100; not differentiable.
+
+    Arguments as in `summed_cross_entropy`.
+    """
+    dtype = activation_dtype(hidden_NC)
+    with torch.autocast(hidden_NC.device.type, enabled=False):
+        weight_VC = weight_VC.to(dtype)
+        return torch.cat(
+            [
+                _nll(F.linear(hidden_nC.to(dtype), weight_VC), targets_n, vocab_size)
+                for hidden_nC, targets_n in zip(
+                    hidden_NC.split(chunk_size), targets_N.split(chunk_size), strict=True
+                )
+            ]
+        )
+
+
+def next_logits(hidden_BC: Tensor, weight_VC: Tensor, vocab_size: int) -> Tensor:
+    """Return float32 logits (B, vocab_size)."""
+    return F.linear(hidden_BC, weight_VC[:vocab_size]).float()
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_NC, weight_VC, targets_N, vocab_size, chunk_size, dtype):
+        weight = weight_VC.to(dtype)
+        nll_N = torch.empty_like(targets_N, dtype=_accumulator(dtype))
+        grad_hidden_NC = torch.empty_like(hidden_NC)
+        grad_weight_VC = torch.zeros_like(weight, dtype=_accumulator(dtype))
+        tensors = (hidden_NC, targets_N, nll_N, grad_hidden_NC)
+        for hidden_nC, targets_n, nll_n, grad_hidden_nC in zip(
+            *(tensor.split(chunk_size) for tensor in tensors), strict=True
+        ):
+            hidden_nC = hidden_nC.to(dtype)
+            nll, grad_nV = _nll_and_gradient(F.linear(hidden_nC, weight), targets_n, vocab_size)
+            nll_n.copy_(nll)
+            grad_hidden_nC.copy_(grad_nV @ weight)
+            _add_product(grad_weight_VC, grad_nV.T, hidden_nC)
+            # Or the next chunk would be computed while this one still holds its memory.
+            del grad_nV
+        ctx.save_for_backward(grad_hidden_NC, grad_weight_VC.to(weight_VC.dtype))
+        return nll_N.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        grad_hidden_NC, grad_weight_VC = ctx.saved_tensors
+        return grad_hidden_NC * grad_output, grad_weight_VC * grad_output, None, None, None, None
+
+
+def _fused_on_cuda(function: Callable) -> Callable:
+    """Compile `function(logits, ...)` for CUDA, where eager steps would each write the logits in float32."""
+    compiled = torch.compile(function)
+
+    @functools.wraps(function)
+    def fused(logits_nV: Tensor, *args):
+        return (compiled if logits_nV.is_cuda else function)(logits_nV, *args)
+
+    return fused
+
+
+@_fused_on_cuda
+def _nll(logits_nV: Tensor, targets_n: Tensor, vocab_size: int) -> Tensor:
+    """Return -log p(target) (n,), 0 for ignored rows."""
+    return _pick_nll(_log_probabilities(logits_nV, vocab_size), targets_n)
+
+
+@_fused_on_cuda
+def _nll_and_gradient(logits_nV: Tensor, targets_n: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return what `_nll` does, and the gradient of its sum: p - onehot(target), in the dtype of the logits."""
+    log_p_nV = _log_probabilities(logits_nV, vocab_size)
+    onehot_nV = torch.arange(logits_nV.shape[1], device=logits_nV.device) == targets_n[:, None]
+    grad_nV = torch.where((targets_n != IGNORED)[:, None], log_p_nV.exp() - onehot_nV.to(log_p_nV.dtype), 0.0)
+    return _pick_nll(log_p_nV, targets_n), grad_nV.to(logits_nV.dtype)
+
+
+def _log_probabilities(logits_nV: Tensor, vocab_size: int) -> Tensor:
+    padding_V = torch.arange(logits_nV.shape[1], device=logits_nV.device) >= vocab_size
+    logits_nV = logits_nV.to(_accumulator(logits_nV.dtype)).masked_fill(padding_V, -torch.inf)
+    return torch.log_softmax(logits_nV, dim=1)
+
+
+def _pick_nll(log_p_nV: Tensor, targets_n: Tensor) -> Tensor:
+    nll_n = -log_p_nV.gather(1, targets_n.clamp(min=0)[:, None])[:, 0]
+    return torch.where(targets_n != IGNORED, nll_n, 0.0)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total`, which may be float32 where a and b are 16-bit, without rounding the product."""
+    if total.is_cuda and total.dtype != a.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

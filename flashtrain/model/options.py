@@ -1,0 +1,91 @@
+"""What a model may be: the keys of conf/model/*.yaml, their contradictions, and what a null stands for.
+
+Says nothing about sequence length, attention variant or dtype: those belong to the run, not to the model.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+NORMS = ("layernorm", "rmsnorm")
+POSITIONS = ("learned", "rope")
+MLPS = ("gelu", "swiglu")
+VOCABULARY_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Architecture of a decoder. None means what the field's comment says; `resolve` writes it out."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int | None  # None: num_heads
+    head_dim: int | None  # None: hidden_size / num_heads
+    norm: str
+    norm_eps: float
+    positions: str
+    max_positions: int | None  # rows of the learned table; with rope there is no table and no limit
+    rope_theta: float | None  # base of the rotary frequencies; with learned positions there are none
+    mlp: str
+    mlp_hidden_size: int | None  # None: 4 x hidden_size (gelu), 8/3 x hidden_size rounded up to 64 (swiglu)
+    bias: bool  # of linear layers and LayerNorm; RMSNorm and the head have none
+    qk_norm: bool  # normalises each query and key head before positions are applied
+    tie_embeddings: bool
+    vocab_size: int | None  # None: the tokenizer's
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and of the head: vocab_size rounded up to a multiple of 64."""
+        return _round_up(self.vocab_size, VOCABULARY_MULTIPLE)
+
+    def validate(self) -> list[str]:
+        """Return one sentence for each contradiction or impossible value, naming the config key."""
+        problems = [
+            f"model.{key}={value} is not one of {', '.join(choices)}"
+            for key, choices in (("norm", NORMS), ("positions", POSITIONS), ("mlp", MLPS))
+            if (value := getattr(self, key)) not in choices
+        ]
+        sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "max_positions")
+        problems += [
+            f"model.{key}={value} must be above zero"
+            for key in (*sizes, "norm_eps", "rope_theta", "mlp_hidden_size", "vocab_size")
+            if (value := getattr(self, key)) is not None and not value > 0
+        ]
+        if problems:
+            return problems
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            problems.append(
+                f"model.hidden_size={self.hidden_size} is not divisible by model.num_heads={self.num_heads}; "
+                "set model.head_dim or change one of them"
+            )
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            problems.append(
+                f"model.num_heads={self.num_heads} is not divisible by model.num_kv_heads={self.num_kv_heads}; "
+                "every key-value head serves the same number of query heads"
+            )
+        if self.positions == "learned" and self.max_positions is None:
+            problems.append("model.positions=learned needs model.max_positions, the longest sequence")
+        if self.positions == "rope" and self.rope_theta is None:
+            problems.append("model.positions=rope needs model.rope_theta, 10000 in most models")
+        if self.positions == "rope" and (self.head_dim or self.hidden_size // self.num_heads) % 2:
+            problems.append("model.positions=rope needs an even head dimension; change model.head_dim")
+        return problems
+
+    def resolve(self) -> "ModelOptions":
+        """Return the options with every None written out, and None for the keys of the positions not chosen."""
+        mlp_hidden_size = {
+            "gelu": 4 * self.hidden_size,
+            "swiglu": _round_up(math.ceil(8 * self.hidden_size / 3), 64),
+        }[self.mlp]
+        return replace(
+            self,
+            num_kv_heads=self.num_kv_heads or self.num_heads,
+            head_dim=self.head_dim or self.hidden_size // self.num_heads,
+            max_positions=self.max_positions if self.positions == "learned" else None,
+            rope_theta=self.rope_theta if self.positions == "rope" else None,
+            mlp_hidden_size=self.mlp_hidden_size or mlp_hidden_size,
+        )
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return math.ceil(size / multiple) * multiple
