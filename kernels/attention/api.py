@@ -1,0 +1,75 @@
+"""The one signature of attention: validate, choose, call.
+
+Shapes, dtypes and devices are checked here, once for all variants. What a variant can do is said in limits.py,
+how it does it in its own file.
+"""
+
+import torch
+from torch import Tensor
+
+from .intervals import Intervals
+from .spec import AttentionSpec
+from .variants import VARIANTS, resolve
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    intervals: Intervals,
+    *,
+    variant: str = "auto",
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale q k^T + mask) v, computed in the dtype of q whether or not autocast is on.
+
+    q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv), of one dtype, with `Hq % Hkv == 0`; query head h
+    reads KV head `h // (Hq // Hkv)`. Any strides; a last dimension that is not dense is copied. `scale` is
+    D**-0.5 unless given. Returns out (B, Sq, Hq, Dv) and, with `return_lse`, the natural log-sum-exp of each
+    query's scaled scores, (B, Hq, Sq) in float32 (float64 for float64), differentiable too. A query that sees
+    no key gives out 0, lse -inf and zero gradients.
+
+    Raises ValueError (shapes, devices), TypeError (dtypes), or Unsupported (a ValueError) where `variant` does
+    not exist or cannot serve the call. A named variant never falls back; "auto" chooses, and logs its choice.
+    """
+    _check(q, k, v)
+    name = resolve(variant, AttentionSpec.of(q, k, v, intervals, needs_lse=return_lse))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = VARIANTS[name].attend(q, k, v, intervals, q.shape[-1] ** -0.5 if scale is None else scale)
+    if not return_lse:
+        return out
+    assert lse is not None, f"{name} said that it returns the lse"
+    return out, lse
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ValueError(
+                f"attention: {name} must be (batch, sequence, heads, head_dim), not {tuple(tensor.shape)}"
+            )
+        if tensor.dtype != q.dtype or not tensor.is_floating_point():
+            raise TypeError(
+                f"attention: q, k and v must be of one floating dtype, not {q.dtype}, {k.dtype} and {v.dtype}"
+            )
+        if tensor.device != q.device:
+            raise ValueError(
+                f"attention: q, k and v must be on one device, not {q.device}, {k.device} and {v.device}"
+            )
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(
+            f"attention: q, k and v must have one batch size, not {q.shape[0]}, {k.shape[0]} and {v.shape[0]}"
+        )
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(
+            "attention: k and v must have the same length and heads, not "
+            f"{tuple(k.shape[1:3])} and {tuple(v.shape[1:3])}"
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"attention: q and k must have one head_dim, not {q.shape[3]} and {k.shape[3]}")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2] != 0:
+        raise ValueError(
+            f"attention: {q.shape[2]} query heads are not a multiple of {k.shape[2]} key and value heads"
+        )

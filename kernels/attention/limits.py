@@ -1,0 +1,168 @@
+"""What each variant of attention cannot do.
+
+A limit takes the spec of a call and returns why not, or None; a reason is the end of a sentence that begins
+with the name of the variant. Limits see plain values only, so they hold for a configuration too.
+"""
+
+import torch
+
+from .spec import AttentionSpec
+
+MAX_DENSE_MASK_KEYS = 8192
+
+_HALF = (torch.float16, torch.bfloat16)
+_SINGLE = (*_HALF, torch.float32)
+_DOUBLE = (*_SINGLE, torch.float64)
+
+
+def standard(spec: AttentionSpec) -> str | None:
+    return _dtype(spec, _DOUBLE)
+
+
+def flash_v2(spec: AttentionSpec) -> str | None:
+    if spec.device_type != "cuda" and not spec.interpreted:
+        return f"runs on cuda, and on {spec.device_type} only with TRITON_INTERPRET=1 in the environment"
+    return (
+        _capability(spec, (8, 0))
+        or _dtype(spec, _SINGLE)
+        or _head_dims(spec, multiple=8, least=16, most=256)
+        or _one_head_dim(spec)
+        or _full_or_causal(spec)
+    )
+
+
+def sdpa_math(spec: AttentionSpec) -> str | None:
+    return _no_lse(spec) or _dtype(spec, _DOUBLE) or _dense_mask(spec)
+
+
+def sdpa_efficient(spec: AttentionSpec) -> str | None:
+    return (
+        _no_lse(spec)
+        or _device(spec, "cuda")
+        or _capability(spec, (8, 0))
+        or _dtype(spec, _SINGLE)
+        # The kernel loads 16 bytes at a time.
+        or _head_dims(spec, multiple=16 // spec.dtype.itemsize, least=8, most=1024)
+        or _lengths(spec, least=1)
+        or _dense_mask(spec)
+    )
+
+
+def sdpa_flash(spec: AttentionSpec) -> str | None:
+    everywhere = (
+        _no_lse(spec)
+        or _device(spec, "cuda", "cpu")
+        or _one_head_dim(spec)
+        or _lengths(spec, least=1)
+        or _no_dense_mask(spec)
+    )
+    if everywhere is not None or spec.device_type == "cpu":
+        return everywhere or _dtype(spec, _DOUBLE)
+    return (
+        _capability(spec, (8, 0))
+        or _dtype(spec, _HALF)
+        or _head_dims(spec, multiple=8, least=8, most=256)
+        or _flash_backward(spec)
+    )
+
+
+def sdpa_cudnn(spec: AttentionSpec) -> str | None:
+    return (
+        _no_lse(spec)
+        or _device(spec, "cuda")
+        or _capability(spec, (8, 0))
+        or _dtype(spec, _HALF)
+        or _head_dims(spec, multiple=8, least=8, most=128)
+        # One query gives NaN gradients (NVIDIA/cudnn-frontend#1072), and one key has no kernel.
+        or _lengths(spec, least=2)
+        or _no_dense_mask(spec)
+        or _cudnn_ragged(spec)
+    )
+
+
+def needs_dense_mask(spec: AttentionSpec) -> bool:
+    """Whether the mask is neither full nor PyTorch's `is_causal`, a triangle that is aligned top-left."""
+    return not spec.intervals.is_full and not (spec.intervals.is_causal and spec.q_len == spec.kv_len)
+
+
+def _device(spec: AttentionSpec, *types: str) -> str | None:
+    return None if spec.device_type in types else f"runs on {' and '.join(types)}, not on {spec.device_type}"
+
+
+def _capability(spec: AttentionSpec, least: tuple[int, int]) -> str | None:
+    if spec.device_type != "cuda" or (spec.capability is not None and spec.capability >= least):
+        return None
+    here = "none here" if spec.capability is None else f"sm_{_digits(spec.capability)}"
+    return f"needs a GPU of sm_{_digits(least)} or later, and there is {here}"
+
+
+def _digits(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}{capability[1]}"
+
+
+def _dtype(spec: AttentionSpec, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    if spec.dtype in dtypes:
+        return None
+    return f"computes in {', '.join(_name(dtype) for dtype in dtypes)}, not in {_name(spec.dtype)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _head_dims(spec: AttentionSpec, *, multiple: int, least: int, most: int) -> str | None:
+    for dim in (spec.head_dim, spec.v_head_dim):
+        if dim % multiple != 0 or not least <= dim <= most:
+            return f"takes head dimensions from {least} to {most} in multiples of {multiple}, not {dim}"
+    return None
+
+
+def _one_head_dim(spec: AttentionSpec) -> str | None:
+    if spec.head_dim == spec.v_head_dim:
+        return None
+    return f"takes one head dimension for q, k and v, not {spec.head_dim} and {spec.v_head_dim}"
+
+
+def _lengths(spec: AttentionSpec, *, least: int) -> str | None:
+    if spec.q_len >= least and spec.kv_len >= least:
+        return None
+    return f"takes lengths from {least}, not {spec.q_len} queries and {spec.kv_len} keys"
+
+
+def _no_lse(spec: AttentionSpec) -> str | None:
+    return "returns no log-sum-exp" if spec.needs_lse else None
+
+
+def _full_or_causal(spec: AttentionSpec) -> str | None:
+    if spec.intervals.is_full or spec.intervals.is_causal:
+        return None
+    return f"takes the full and the causal mask, not {spec.intervals}"
+
+
+def _no_dense_mask(spec: AttentionSpec) -> str | None:
+    if not needs_dense_mask(spec):
+        return None
+    return _full_or_causal(spec) or (
+        f"takes the causal mask where there are as many queries as keys, not {spec.q_len} and {spec.kv_len}"
+    )
+
+
+def _dense_mask(spec: AttentionSpec) -> str | None:
+    if not needs_dense_mask(spec) or spec.kv_len <= MAX_DENSE_MASK_KEYS:
+        return None
+    return f"writes a mask like this out for up to {MAX_DENSE_MASK_KEYS} keys, not for {spec.kv_len}"
+
+
+def _flash_backward(spec: AttentionSpec) -> str | None:
+    little_shared_memory = spec.capability in ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
+    if little_shared_memory and spec.needs_grad and 192 < spec.head_dim <= 224:
+        return f"has no backward for head dimension {spec.head_dim} on sm_{_digits(spec.capability)}"
+    return None
+
+
+def _cudnn_ragged(spec: AttentionSpec) -> str | None:
+    """Ragged last tiles were wrong before cuDNN 9.15.1 (pytorch/pytorch#169849)."""
+    fixed = spec.cudnn_version is not None and spec.cudnn_version >= 91501
+    if fixed or (spec.q_len % 128 == 0 and spec.kv_len % 128 == 0):
+        return None
+    return f"needs cuDNN 9.15.1 for lengths that are no multiples of 128, and this is {spec.cudnn_version}"

@@ -1,0 +1,103 @@
+"""What a call to attention asks for, as plain values.
+
+Made from tensors or, before any tensor exists, from a configuration. Which variants can serve it, limits.py says.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .intervals import Intervals
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Everything about a call that decides which variants can serve it. Build one with `on` or `of`.
+
+    `capability` is the CUDA compute capability and `cudnn_version` cuDNN's number (91900 is 9.19.0), both None
+    where there is none; `interpreted` says that Triton interprets its kernels (TRITON_INTERPRET=1).
+    """
+
+    device_type: str
+    capability: tuple[int, int] | None
+    cudnn_version: int | None
+    interpreted: bool
+    dtype: torch.dtype
+    head_dim: int
+    v_head_dim: int
+    num_q_heads: int
+    num_kv_heads: int
+    q_len: int
+    kv_len: int
+    intervals: Intervals
+    needs_lse: bool
+    needs_grad: bool
+
+    @classmethod
+    def on(
+        cls,
+        device: torch.device | str,
+        *,
+        dtype: torch.dtype,
+        head_dim: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        q_len: int,
+        kv_len: int,
+        intervals: Intervals,
+        v_head_dim: int | None = None,
+        needs_lse: bool = False,
+        needs_grad: bool = True,
+    ) -> AttentionSpec:
+        """The spec of a call on `device`, whose capability and libraries are read here."""
+        device = torch.device(device)
+        capability, cudnn_version, interpreted = _device_facts(device)
+        return cls(
+            device_type=device.type,
+            capability=capability,
+            cudnn_version=cudnn_version,
+            interpreted=interpreted,
+            dtype=dtype,
+            head_dim=head_dim,
+            v_head_dim=head_dim if v_head_dim is None else v_head_dim,
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            q_len=q_len,
+            kv_len=kv_len,
+            intervals=intervals,
+            needs_lse=needs_lse,
+            needs_grad=needs_grad,
+        )
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, *, needs_lse: bool = False
+    ) -> AttentionSpec:
+        """The spec of a call with q (B, Sq, Hq, D), k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv)."""
+        return cls.on(
+            q.device,
+            dtype=q.dtype,
+            head_dim=q.shape[3],
+            v_head_dim=v.shape[3],
+            num_q_heads=q.shape[2],
+            num_kv_heads=k.shape[2],
+            q_len=q.shape[1],
+            kv_len=k.shape[1],
+            intervals=intervals,
+            needs_lse=needs_lse,
+            needs_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        )
+
+
+# A constant for the graph: torch.compile cannot trace these questions, and their answers do not change.
+@torch.compiler.assume_constant_result
+def _device_facts(device: torch.device) -> tuple[tuple[int, int] | None, int | None, bool]:
+    """(capability, cudnn_version, interpreted) of a device."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None, None, interpreted
+    return torch.cuda.get_device_capability(device), torch.backends.cudnn.version(), interpreted

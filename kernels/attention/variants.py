@@ -1,0 +1,120 @@
+"""The table of variants: their names, their limits, their adapters, and the order that "auto" tries.
+
+An explicit name never falls back to another variant. The files imported here need torch only, so that custom
+operators exist before torch.compile traces a call; kernels are imported when they are first launched.
+"""
+
+import difflib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import limits, ops, sdpa
+from .intervals import Intervals
+from .spec import AttentionSpec
+from .standard import standard
+
+log = logging.getLogger(__name__)
+
+Attend = Callable[[Tensor, Tensor, Tensor, Intervals, float], tuple[Tensor, Tensor | None]]
+
+
+class Unsupported(ValueError):
+    """A variant that does not exist, or was asked for what it cannot do; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`unsupported(spec)` says why not, or None; `attend(q, k, v, intervals, scale)` gives (out, lse or None)."""
+
+    unsupported: Callable[[AttentionSpec], str | None]
+    attend: Attend
+
+
+VARIANTS = {
+    "standard": Variant(limits.standard, standard),
+    "flash_v2": Variant(limits.flash_v2, ops.flash_v2),
+    "sdpa_math": Variant(limits.sdpa_math, sdpa.sdpa_math),
+    "sdpa_efficient": Variant(limits.sdpa_efficient, sdpa.sdpa_efficient),
+    "sdpa_flash": Variant(limits.sdpa_flash, sdpa.sdpa_flash),
+    "sdpa_cudnn": Variant(limits.sdpa_cudnn, sdpa.sdpa_cudnn),
+}
+
+NAMES = ("auto", *VARIANTS)
+
+
+def refusal(name: str, spec: AttentionSpec) -> str | None:
+    """Why variant `name` cannot serve `spec`, as the end of a sentence that begins with its name, or None.
+
+    Raises Unsupported where there is no such variant.
+    """
+    if name not in VARIANTS:
+        nearest = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
+        raise Unsupported(
+            f"attention: there is no variant {name!r}; the nearest is {nearest!r} of {', '.join(NAMES)}"
+        )
+    return VARIANTS[name].unsupported(spec)
+
+
+def supporting(spec: AttentionSpec) -> tuple[str, ...]:
+    """The variants that can serve `spec`."""
+    return tuple(name for name in VARIANTS if refusal(name, spec) is None)
+
+
+def require(name: str, spec: AttentionSpec) -> None:
+    """Raise Unsupported, with the variants that would do, unless variant `name` can serve `spec`."""
+    reason = refusal(name, spec)
+    if reason is not None:
+        would_do = ", ".join(supporting(spec)) or "no variant"
+        raise Unsupported(f"attention: {name} {reason}; {would_do} would do")
+
+
+def choose(spec: AttentionSpec) -> tuple[str, str]:
+    """The variant expected to be the fastest of those that can serve `spec`, and the reason in words.
+
+    Raises Unsupported where none can.
+    """
+    reason = "the fastest that can serve this call"
+    for name in _fastest_first(spec):
+        why_not = refusal(name, spec)
+        if why_not is None:
+            return name, reason
+        reason = f"{reason}; {name} {why_not}"
+    raise Unsupported(f"attention: no variant is {reason}")
+
+
+def _fastest_first(spec: AttentionSpec) -> tuple[str, ...]:
+    if spec.device_type != "cuda":
+        return ("sdpa_flash", "sdpa_math", "standard")
+    if spec.dtype.itemsize > 2:
+        return ("sdpa_efficient", "flash_v2", "sdpa_math", "standard")
+    if spec.capability is not None and spec.capability >= (9, 0):
+        return ("sdpa_cudnn", "flash_v2", "sdpa_flash", "sdpa_efficient", "sdpa_math", "standard")
+    return ("flash_v2", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "standard")
+
+
+def resolve(variant: str, spec: AttentionSpec) -> str:
+    """The name of the variant to call: the chosen one for "auto" (logged once), else `variant` itself.
+
+    Raises Unsupported where it cannot serve `spec`.
+    """
+    if variant != "auto":
+        require(variant, spec)
+        return variant
+    name, reason = choose(spec)
+    # In a trace the reason may hold symbolic lengths, which cannot be printed.
+    _log_once(f"attention: auto chose {name}, {'compiled' if torch.compiler.is_compiling() else reason}")
+    return name
+
+
+_logged: set[str] = set()
+
+
+@torch.compiler.assume_constant_result
+def _log_once(message: str) -> None:
+    if message not in _logged:
+        _logged.add(message)
+        log.info(message)
