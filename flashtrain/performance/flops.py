@@ -1,0 +1,41 @@
+"""How many operations a training token costs, and which share of a device's peak a speed is.
+
+Two counts of attention are in use, and at long context they differ by almost 2x: the usual one lets every query
+see the whole row, the visible one counts only what the mask shows. Both are `flops_per_token` with another
+number of keys. A device whose peak is not listed has no MFU, never a guess.
+"""
+
+PEAK_BF16_FLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+}
+"""Dense bf16 FLOP/s by the exact name that `torch.cuda.get_device_name` gives, from NVIDIA's data sheets, where the
+figure for the H100 and H200 is with sparsity and twice as high."""
+
+
+def flops_per_token(
+    num_weights: int, num_layers: int, num_heads: int, head_dim: int, keys_per_query: float
+) -> float:
+    """Return the FLOPs that forward and backward spend on one token: 6 N + 12 L H D K.
+
+    num_weights: N, the weights that multiply a token: all but tables that are only looked up (positions, an untied
+    embedding). keys_per_query: K, the sequence length S in the usual count, `Intervals.visible(S, S) / S` in the
+    visible one.
+
+    Source: PaLM (arXiv 2204.02311), appendix B. Recomputation is not counted.
+    """
+    return 6 * num_weights + 12 * num_layers * num_heads * head_dim * keys_per_query
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the dense bf16 peak in FLOP/s, or None for a device that is not in the table."""
+    return PEAK_BF16_FLOPS.get(device_name)
+
+
+def mfu(tokens_per_second: float, flops_per_token: float, peak: float | None) -> float | None:
+    """Return the model FLOPs utilisation in [0, 1], or None where the peak is not known."""
+    return None if peak is None else tokens_per_second * flops_per_token / peak

@@ -1,0 +1,1 @@
+"""Training on Lightning: one batch is one optimizer step, exact to resume."""

@@ -1,0 +1,145 @@
+"""Checkpoints: what is read from one, how one is written whole, and when.
+
+A file has its name only once all of it is on disk, so a crash leaves the one before it. Reading never runs
+code (`weights_only`). `last.ckpt` is to resume from; `best.ckpt` has the lowest validation loss.
+"""
+
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from torch import Tensor, nn
+
+from flashtrain.errors import UserError
+from flashtrain.training.meter import SpeedMeter
+
+LAST, BEST = "last.ckpt", "best.ckpt"
+MODEL_PREFIX = "model."
+
+
+def read_checkpoint(path: Path | str) -> dict[str, Any]:
+    """Return what a checkpoint holds: `state_dict`, `global_step` and the rest, tensors mapped from the file.
+
+    Raises:
+        UserError: there is no such file, or it is truncated or not a checkpoint of a training run.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise UserError(f"there is no checkpoint {path}; name one that a training run has written") from None
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError):
+        checkpoint = None
+    if not isinstance(checkpoint, dict) or not {"state_dict", "global_step", "loops"} <= checkpoint.keys():
+        raise UserError(f"{path} is truncated or not a checkpoint of a training run; use another file")
+    return checkpoint
+
+
+def load_weights(model: nn.Module, path: Path | str) -> int:
+    """Load the model's weights of a checkpoint in place; return the number of steps they were trained for.
+
+    Raises:
+        UserError: as `read_checkpoint`, or the weights are another model's.
+    """
+    checkpoint = read_checkpoint(path)
+    weights = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in checkpoint["state_dict"].items()}
+    check_same_model(model.state_dict(), weights, path)
+    model.load_state_dict(weights)
+    return checkpoint["global_step"]
+
+
+def check_same_model(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], path: Path | str) -> None:
+    """Compare names and shapes of weights.
+
+    Raises:
+        UserError: they differ; it names the first difference.
+    """
+    for name in [*expected, *found]:
+        here, there = (
+            tuple(weights[name].shape) if name in weights else "missing" for weights in (expected, found)
+        )
+        if here != there:
+            raise UserError(
+                f"{path} is of another model: {name.removeprefix(MODEL_PREFIX)} is {there} there and {here} here; "
+                "give the model settings that it was trained with"
+            )
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes beside the final name and renames; reads through `read_checkpoint`."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Path | str, storage_options: object | None = None
+    ) -> None:
+        """Write `path` whole or leave what was there.
+
+        Raises:
+            UserError: the disk refuses, for one because it is full.
+        """
+        path = Path(path)
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise UserError(
+                f"cannot write {path} ({error.strerror}); the one before it is whole: make room and resume from it"
+            ) from error
+
+    def load_checkpoint(self, path: Path | str, *_: object, **__: object) -> dict[str, Any]:
+        return read_checkpoint(path)
+
+
+class Checkpoints(Checkpoint):
+    """Keeps the last state, every `every` steps and at the end, and that of the lowest validation loss."""
+
+    def __init__(self, folder: Path, every: int, meter: SpeedMeter) -> None:
+        self._folder = folder
+        self._every = every
+        self._meter = meter
+        self._best_loss = float("inf")
+        self._last_step: int | None = None
+
+    def state_dict(self) -> dict[str, float]:
+        return {"best_loss": self._best_loss}
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        self._best_loss = state_dict["best_loss"]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last_step = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
+        # Here the step before is wholly done, its validation included; at the end of its batch it was not.
+        if trainer.global_step % self._every == 0:
+            self._save_last(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loss = pl_module.validation_metrics["val/loss"]
+        if trainer.state.fn == "fit" and loss < self._best_loss:
+            self._best_loss = loss
+            self._save(trainer, BEST)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save_last(trainer)
+
+    def _save_last(self, trainer: Trainer) -> None:
+        if trainer.global_step != self._last_step:
+            self._last_step = trainer.global_step
+            self._save(trainer, LAST)
+
+    def _save(self, trainer: Trainer, name: str) -> None:
+        trainer.lightning_module.finish_step()
+        self._meter.pause()
+        trainer.save_checkpoint(self._folder / name)
+        self._meter.resume()

@@ -1,0 +1,166 @@
+"""One Lightning batch is one optimizer step: micro-batches, loss over all targets of the step, validation sums.
+
+`global_step`, validation, checkpoints and the schedule therefore count the same thing. No step waits for the
+host: what it measures stays in tensors on the device, and a NaN or Inf is stopped there (faults.py). The model
+and the loss functions are given; how steps are reported and saved is the callbacks' business.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from flashtrain.errors import UserError
+from flashtrain.model.head import IGNORED
+from flashtrain.training.checkpoint import check_same_model
+from flashtrain.training.faults import FaultFlag
+from flashtrain.training.optim import OptimizerOptions, build_optimizer
+from flashtrain.training.resume import fit_loop_state
+from flashtrain.training.schedule import ScheduleOptions, learning_rate_factor
+
+NllFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class TrainingModule(LightningModule):
+    """Trains `model`: tokens (B, S) int64 -> hidden states (B, S, C), with a `head_weight` (V, C).
+
+    A batch is `{"inputs": (R, S) int64, "labels": (R, S) int64}`, the R rows of a whole step; labels of -100 are not
+    scored. Rows go through the model `micro_batch_rows` at a time, to the same result as all at once.
+
+    sum_nll: (hidden (N, C), weight (V, C), targets (N)) -> sum of -log p over the scored targets, fp32 scalar.
+    token_nll: the same arguments -> -log p of each target (N) fp32, 0 where it is not scored; only validates.
+    bytes_per_token: (vocabulary) int, UTF-8 bytes of each token; tokens of 0 do not count in bits per byte.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sum_nll: NllFunction,
+        token_nll: NllFunction,
+        *,
+        bytes_per_token: Tensor,
+        optimizer: OptimizerOptions,
+        schedule: ScheduleOptions,
+        num_steps: int,
+        micro_batch_rows: int,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.model = model
+        self.register_buffer("bytes_per_token", bytes_per_token, persistent=False)
+        self.stop_requested = False
+        """Set to end training after the step under way; the steps that are left can be resumed."""
+        self.validation_metrics: dict[str, float] = {}
+        """`val/loss` (nats per target) and `val/bits_per_byte` of the last validation."""
+        self._sum_nll = sum_nll
+        self._token_nll = token_nll
+        self._optimizer_options = optimizer
+        self._schedule = schedule
+        self._num_steps = num_steps
+        self._micro_batch_rows = micro_batch_rows
+        self._fault: FaultFlag
+        self._loss: Tensor
+        self._grad_norm: Tensor
+        self._validation_sums: Tensor
+
+    def configure_optimizers(self) -> Optimizer:
+        return build_optimizer(self.model, self._optimizer_options)
+
+    def on_train_start(self) -> None:
+        self._fault = FaultFlag(self.device)
+
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> int | None:
+        return -1 if self.stop_requested else None  # Lightning's word for: end the epoch here
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        """Take one optimizer step; return its loss and gradient norm, on the device, and its learning rate."""
+        optimizer = self.optimizers()
+        num_targets = (batch["labels"] != IGNORED).sum()
+        micro_batches = (batch[name].split(self._micro_batch_rows) for name in ("inputs", "labels"))
+        losses = []
+        for inputs, labels in zip(*micro_batches, strict=True):
+            loss = self._sum_nll(*self._head_arguments(inputs, labels)) / num_targets
+            with torch.autocast(self.device.type, enabled=False):  # backward follows the dtypes of the forward
+                self.manual_backward(loss)
+            losses.append(loss.detach())
+        self._loss = torch.stack(losses).sum()
+
+        learning_rate = self._optimizer_options.learning_rate * learning_rate_factor(
+            self.global_step, self._num_steps, self._schedule
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+        optimizer.zero_grad()
+        self._fault.watch(self.global_step)
+        return {"loss": self._loss, "grad_norm": self._grad_norm, "learning_rate": learning_rate}
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._grad_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if self._optimizer_options.clip_norm is not None:
+            clip_grads_with_norm_(parameters, self._optimizer_options.clip_norm, self._grad_norm)
+        self._fault.mark(self._loss, self._grad_norm)
+        optimizer.found_inf = self._fault.found_inf
+
+    def on_train_batch_end(self, outputs: dict[str, Any], batch: dict[str, Tensor], batch_idx: int) -> None:
+        if self.global_step == self._num_steps:
+            self.trainer.should_stop = True  # makes Lightning validate the last step, whatever the interval
+
+    def finish_step(self) -> None:
+        """Wait until the device has done the last step.
+
+        Raises:
+            UserError: its loss or gradient was NaN or Inf.
+        """
+        self._fault.check()
+
+    def on_train_end(self) -> None:
+        self.finish_step()
+
+    def on_validation_epoch_start(self) -> None:
+        self._validation_sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        hidden, weight, targets = self._head_arguments(batch["inputs"], batch["labels"])
+        nll = self._token_nll(hidden, weight, targets).double()
+        scored = targets != IGNORED
+        num_bytes = torch.where(scored, self.bytes_per_token[targets.clamp(min=0)], 0)
+        sums = [nll.sum(), scored.sum(), torch.where(num_bytes > 0, nll, 0).sum(), num_bytes.sum()]
+        self._validation_sums += torch.stack(sums)
+
+    def on_validation_epoch_end(self) -> None:
+        nll, num_targets, nll_of_bytes, num_bytes = self._validation_sums.tolist()
+        self.validation_metrics = {
+            "val/loss": nll / num_targets,
+            "val/bits_per_byte": nll_of_bytes / (math.log(2) * num_bytes),
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.finish_step()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse another model's checkpoint; for training, continue at the step it was taken at.
+
+        Raises:
+            UserError: the weights are another model's, or the checkpoint is beyond the last step of this run.
+        """
+        path = self.trainer.ckpt_path
+        check_same_model(self.state_dict(), checkpoint["state_dict"], path)
+        if self.trainer.state.fn != "fit":
+            return
+        step = checkpoint["global_step"]
+        if step > self._num_steps:
+            raise UserError(
+                f"{path} is at step {step}, beyond the {self._num_steps} steps of this run; raise train.steps"
+            )
+        checkpoint["loops"]["fit_loop"] = fit_loop_state(self.trainer, step, self._num_steps)
+        self.trainer.datamodule.start_step = step
+
+    def _head_arguments(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.model(inputs).flatten(0, 1), self.model.head_weight, labels.flatten()

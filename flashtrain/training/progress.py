@@ -1,0 +1,86 @@
+"""What a person sees while a run goes on: a bar on a terminal, plain lines anywhere else."""
+
+import datetime
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+
+class Display(Protocol):
+    """Shows a run of `num_steps` steps; `step` is the number of steps done."""
+
+    def start(self, step: int, num_steps: int) -> None: ...
+
+    def advance(self, step: int) -> None:
+        """Called after every step; cheap."""
+
+    def report(self, step: int, status: str) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def choose_display(console: Console) -> Display:
+    """Return a bar for a terminal that can move its cursor, else lines."""
+    return Bar(console) if console.is_terminal and not console.is_dumb_terminal else Lines(console)
+
+
+def training_status(loss: float, tokens_per_second: float | None, seconds_left: float | None) -> str:
+    parts = [f"loss {loss:.4f}"]
+    if tokens_per_second is not None:
+        parts.append(f"{tokens_per_second:,.0f} tokens/s")
+    if seconds_left is not None:
+        parts.append(f"{datetime.timedelta(seconds=round(seconds_left))} left")
+    return "  ".join(parts)
+
+
+def validation_status(loss: float, bits_per_byte: float) -> str:
+    return f"validation loss {loss:.4f}  {bits_per_byte:.4f} bits per byte"
+
+
+class Bar:
+    """A Rich progress bar with the last report beside it."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[status]}"),
+            console=console,
+            refresh_per_second=4,
+        )
+        self._task: TaskID
+
+    def start(self, step: int, num_steps: int) -> None:
+        self._task = self._progress.add_task("", total=num_steps, completed=step, status="")
+        self._progress.start()
+
+    def advance(self, step: int) -> None:
+        self._progress.update(self._task, completed=step)
+
+    def report(self, step: int, status: str) -> None:
+        self._progress.update(self._task, status=status)
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+class Lines:
+    """One line a report, without control characters: for logs and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._num_steps: int
+
+    def start(self, step: int, num_steps: int) -> None:
+        self._num_steps = num_steps
+
+    def advance(self, step: int) -> None:
+        pass
+
+    def report(self, step: int, status: str) -> None:
+        self._console.out(f"step {step}/{self._num_steps}  {status}", highlight=False)
+
+    def stop(self) -> None:
+        pass

@@ -1,0 +1,75 @@
+"""How Lightning's `Trainer` is set up so that it counts steps: one epoch whose batches are optimizer steps."""
+
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
+from rich.console import Console
+
+from flashtrain.training.callbacks import Reporter, StopOnSignal
+from flashtrain.training.checkpoint import AtomicCheckpointIO, Checkpoints
+from flashtrain.training.meter import SpeedMeter
+from flashtrain.training.progress import choose_display
+
+
+def build_trainer(
+    *,
+    device_type: str,
+    precision: str,
+    num_steps: int,
+    validate_every: int,
+    checkpoint_every: int,
+    log_every: int,
+    checkpoint_folder: Path,
+    loggers: list[Logger],
+    meter: SpeedMeter,
+    flops_per_token: Mapping[str, float],
+    peak_flops: float | None,
+    console: Console,
+) -> Trainer:
+    """Return a trainer for a `TrainingModule` of `num_steps` steps and a data module that gives whole steps.
+
+    device_type: "cpu" or "cuda" (one GPU). precision: "32-true" or "bf16-mixed", as Lightning calls them.
+    validate_every, checkpoint_every, log_every: in optimizer steps; the last step always has all three.
+    flops_per_token: name of an MFU, as it is logged -> its count of FLOPs; logged where `peak_flops` is known.
+    """
+    _silence()
+    return Trainer(
+        accelerator=device_type,
+        devices=1,
+        precision=precision,
+        max_epochs=1,
+        check_val_every_n_epoch=None,
+        val_check_interval=validate_every,
+        num_sanity_val_steps=0,
+        callbacks=[
+            Reporter(
+                meter,
+                choose_display(console),
+                num_steps=num_steps,
+                log_every=log_every,
+                flops_per_token=flops_per_token,
+                peak_flops=peak_flops,
+            ),
+            StopOnSignal(),
+            Checkpoints(checkpoint_folder, checkpoint_every, meter),
+        ],
+        logger=loggers,
+        plugins=[AtomicCheckpointIO()],
+        use_distributed_sampler=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def _silence() -> None:
+    """Turn off Lightning's advice that does not apply here."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for message in (
+        "You're resuming from a checkpoint that ended before the epoch ended",  # the data starts at its step
+        "The '.*_dataloader' does not have many workers",
+    ):
+        warnings.filterwarnings("ignore", message=message)

@@ -1,0 +1,127 @@
+"""A model and data small enough to train in a test, with losses in plain PyTorch."""
+
+from functools import partial
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from flashtrain.training.meter import SpeedMeter
+from flashtrain.training.module import TrainingModule
+from flashtrain.training.optim import OptimizerOptions
+from flashtrain.training.schedule import ScheduleOptions
+from flashtrain.training.trainer import build_trainer
+
+VOCAB, WIDTH, ROWS, LENGTH = 32, 16, 8, 12
+
+ADAMW = OptimizerOptions(
+    learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0
+)
+COSINE = ScheduleOptions(warmup_fraction=0.1, final_fraction=0.1)
+
+
+class TinyModel(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, width)
+        self.mix = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embedding.weight
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        return self.norm(F.gelu(self.mix(self.embedding(tokens_BS))))
+
+
+def nll(hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, *, reduction: str) -> Tensor:
+    return F.cross_entropy(hidden_NC @ weight_VC.T, targets_N, reduction=reduction).float()
+
+
+def batch_of(step: int, rows: int = ROWS, ignored: float = 0.0) -> dict[str, Tensor]:
+    """The rows of a step: successors modulo VOCAB with some noise, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.arange(LENGTH + 1) + torch.randint(VOCAB, (rows, 1), generator=generator)
+    noise = torch.rand(tokens.shape, generator=generator) < 0.1
+    tokens = torch.where(noise, torch.randint(VOCAB, tokens.shape, generator=generator), tokens) % VOCAB
+    labels = tokens[:, 1:].clone()
+    labels[torch.rand(labels.shape, generator=generator) < ignored] = -100
+    return {"inputs": tokens[:, :-1].clone(), "labels": labels}
+
+
+class Steps(L.LightningDataModule):
+    """Step k has `batch_of(k)`; `seen` lists the steps that were handed out, `edit` may spoil a batch."""
+
+    start_step = 0
+
+    def __init__(self, num_steps: int, edit=lambda step, batch: batch) -> None:
+        super().__init__()
+        self.num_steps, self.edit = num_steps, edit
+        self.seen: list[int] = []
+
+    def train_dataloader(self):
+        return Loader(self)
+
+    def val_dataloader(self):
+        return DataLoader([batch_of(10_000 + i, ignored=0.2) for i in range(2)], batch_size=None)
+
+
+class Loader:
+    def __init__(self, data: Steps) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return self.data.num_steps
+
+    def __iter__(self):
+        for step in range(self.data.start_step, self.data.num_steps):
+            self.data.seen.append(step)
+            yield self.data.edit(step, batch_of(step))
+
+
+def make_module(num_steps: int, *, micro_batch_rows: int = ROWS, seed: int = 0, width: int = WIDTH, **changes):
+    torch.manual_seed(seed)
+    arguments = {
+        "bytes_per_token": torch.ones(VOCAB, dtype=torch.int64),
+        "optimizer": ADAMW,
+        "schedule": COSINE,
+        "num_steps": num_steps,
+        "micro_batch_rows": micro_batch_rows,
+    }
+    return TrainingModule(
+        TinyModel(width), partial(nll, reduction="sum"), partial(nll, reduction="none"), **arguments | changes
+    )
+
+
+def make_trainer(folder, num_steps: int, *, console: Console | None = None, callbacks=(), **changes):
+    arguments = {
+        "device_type": "cpu",
+        "precision": "32-true",
+        "num_steps": num_steps,
+        "validate_every": 10,
+        "checkpoint_every": 10,
+        "log_every": 5,
+        "checkpoint_folder": folder / "checkpoints",
+        "loggers": [],
+        "meter": SpeedMeter(ROWS * LENGTH),
+        "flops_per_token": {},
+        "peak_flops": None,
+        "console": console or Console(quiet=True),
+    }
+    trainer = build_trainer(**arguments | changes)
+    trainer.callbacks[:0] = callbacks
+    return trainer
+
+
+def weights(module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.model.state_dict().items()}
+
+
+def assert_same_weights(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name

@@ -1,0 +1,138 @@
+"""A run that stops and resumes is the run that did not: same batches, same bits, same validations."""
+
+import os
+import signal
+
+import pytest
+from lightning.pytorch import Callback
+from tiny_training import Steps, assert_same_weights, make_module, make_trainer, weights
+
+from flashtrain.errors import UserError
+from flashtrain.training.checkpoint import read_checkpoint
+
+NUM_STEPS = 40
+
+
+class Watch(Callback):
+    """Notes the loss of every step and of every validation; `at_step` maps a number of steps done to an action."""
+
+    def __init__(self, at_step=None):
+        self.losses, self.validations, self.at_step = {}, {}, at_step or {}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, *_):
+        self.losses[trainer.global_step] = outputs["loss"].item()
+        self.at_step.get(trainer.global_step, lambda: None)()
+
+    def on_validation_end(self, trainer, pl_module):
+        assert trainer.global_step not in self.validations
+        self.validations[trainer.global_step] = pl_module.validation_metrics["val/loss"]
+
+
+def run(folder, at_step=None, ckpt=None, **changes):
+    module, data, watch = make_module(NUM_STEPS, micro_batch_rows=3), Steps(NUM_STEPS), Watch(at_step)
+    trainer = make_trainer(folder, NUM_STEPS, callbacks=[watch], **changes)
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt)
+    return module, data, watch, trainer
+
+
+def send(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("straight"))
+
+
+def test_a_run_takes_each_batch_once_and_validates_at_its_interval(straight):
+    module, data, watch, trainer = straight
+    assert data.seen == list(range(NUM_STEPS))
+    assert list(watch.losses) == list(range(1, NUM_STEPS + 1)) and trainer.global_step == NUM_STEPS
+    assert list(watch.validations) == [10, 20, 30, 40]
+    assert watch.losses[NUM_STEPS] < 0.5 * watch.losses[1]
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [
+        pytest.param([20], id="where-a-validation-was"),
+        pytest.param([17], id="between-validations"),
+        pytest.param([1], id="after-the-first-step"),
+        pytest.param([39], id="before-the-last-step"),
+        pytest.param([13, 20], id="twice"),
+        pytest.param([7, 10, 11], id="three-times"),
+    ],
+)
+def test_stopped_and_resumed_equals_straight(straight, tmp_path, stops):
+    expected, _, expected_watch, _ = straight
+    losses, validations, seen, ckpt = {}, {}, [], None
+    for stop in [*stops, None]:
+        at_step = {} if stop is None else {stop: send(signal.SIGTERM)}
+        module, data, watch, trainer = run(tmp_path, at_step, ckpt)
+        ckpt = tmp_path / "checkpoints" / "last.ckpt"
+        assert module.stop_requested == (stop is not None)
+        assert trainer.global_step == read_checkpoint(ckpt)["global_step"] == (stop or NUM_STEPS)
+        assert not losses.keys() & watch.losses.keys() and not validations.keys() & watch.validations.keys()
+        losses |= watch.losses
+        validations |= watch.validations
+        seen += [step for step in data.seen if step < trainer.global_step]  # one more was fetched at a stop
+    assert seen == list(range(NUM_STEPS))
+    assert losses == expected_watch.losses
+    assert validations == expected_watch.validations
+    assert_same_weights(weights(module), weights(expected))
+
+
+def test_a_run_killed_at_any_moment_resumes_from_its_last_checkpoint(straight, tmp_path):
+    def die():
+        raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        run(tmp_path, {28: die})
+    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 20
+    module, _, watch, _ = run(tmp_path, ckpt=tmp_path / "checkpoints" / "last.ckpt")
+    assert list(watch.losses) == list(range(21, NUM_STEPS + 1)) and list(watch.validations) == [30, 40]
+    assert_same_weights(weights(module), weights(straight[0]))
+
+
+def test_the_best_checkpoint_is_saved_at_validation_end_and_resumes_too(straight, tmp_path):
+    run(tmp_path, {25: send(signal.SIGINT)})
+    best = tmp_path / "checkpoints" / "best.ckpt"
+    assert read_checkpoint(best)["global_step"] == 20
+    module, _, watch, _ = run(tmp_path, ckpt=best)
+    assert list(watch.losses) == list(range(21, NUM_STEPS + 1)) and list(watch.validations) == [30, 40]
+    assert_same_weights(weights(module), weights(straight[0]))
+
+
+def test_resuming_a_finished_run_takes_no_step(tmp_path):
+    module, *_ = run(tmp_path)
+    again, data, watch, trainer = run(tmp_path, ckpt=tmp_path / "checkpoints" / "last.ckpt")
+    assert not data.seen and not watch.losses and trainer.global_step == NUM_STEPS
+    assert_same_weights(weights(again), weights(module))
+
+
+def test_checkpoint_beyond_the_last_step_is_refused(tmp_path):
+    run(tmp_path)
+    module, trainer = make_module(30), make_trainer(tmp_path, 30)
+    with pytest.raises(UserError, match="last.ckpt is at step 40, beyond the 30 steps of this run"):
+        trainer.fit(module, datamodule=Steps(30), ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
+
+
+def test_the_last_step_is_validated_and_saved_whatever_the_intervals(tmp_path):
+    _, _, watch, _ = run(tmp_path, validate_every=15, checkpoint_every=1000)
+    assert list(watch.validations) == [15, 30, 40]
+    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == NUM_STEPS
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_signal_handlers_are_given_back(tmp_path, number):
+    before = signal.getsignal(number)
+    run(tmp_path, {3: send(number)})
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit):
+        run(tmp_path, {3: lambda: [send(signal.SIGINT)() for _ in range(2)]})
+    assert not (tmp_path / "checkpoints").exists()
+    signal.signal(signal.SIGINT, before)
