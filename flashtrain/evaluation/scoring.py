@@ -63,7 +63,7 @@ def score(
     for tokens_BL in _batches(stream, windows, max(1, batch_tokens // length)):
         targets_BL = np.full_like(tokens_BL, NOT_SCORED)
         targets_BL[:, scored] = tokens_BL[:, length - num_targets :]
-        with torch.no_grad():  # not inference_mode: rotary tables grown here may serve training afterwards
+        with torch.no_grad():
             nll_BL = nll(torch.from_numpy(tokens_BL), torch.from_numpy(targets_BL))
         nlls.append(nll_BL[:, scored].float().cpu().numpy())
         target_bytes.append(bytes_per_token[targets_BL[:, scored]])

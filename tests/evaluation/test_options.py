@@ -1,0 +1,51 @@
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flashtrain.evaluation.options import EvalOptions
+
+GOOD = EvalOptions(
+    lengths=[128, 256], targets_per_anchor=64, max_documents=None, max_anchors=10, batch_tokens=4096
+)
+CONF = Path(__file__).parents[2] / "conf" / "eval"
+
+
+def test_good_options_have_no_problem():
+    assert GOOD.validate(max_positions=None) == []
+    assert GOOD.validate(max_positions=256) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"lengths": []}, "eval.lengths is empty"),
+        ({"lengths": [256, 128]}, "must increase"),
+        ({"lengths": [128, 128]}, "must increase"),
+        ({"lengths": [64, 128]}, "leaves no context at the shortest of eval.lengths, 64"),
+        ({"lengths": [-2, 128]}, "leaves no context"),
+        ({"lengths": [128, 512]}, "learned positions end at 256"),
+        ({"targets_per_anchor": 0}, "eval.targets_per_anchor=0 must be at least 1"),
+        ({"max_documents": 0}, "eval.max_documents=0 must be at least 1"),
+        ({"max_anchors": -1}, "eval.max_anchors=-1 must be at least 1"),
+        ({"batch_tokens": 0}, "eval.batch_tokens=0 must be at least 1"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_a_mistake_is_named(changes, sentence):
+    problems = replace(GOOD, **changes).validate(max_positions=256)
+    assert len(problems) == 1
+    assert sentence in problems[0]
+
+
+def test_all_mistakes_are_named_at_once():
+    problems = replace(GOOD, lengths=[512, 32], batch_tokens=0).validate(max_positions=256)
+    assert len(problems) == 4
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_choice_in_conf_is_complete_and_good(path):
+    values = yaml.safe_load(path.read_text())
+    assert set(values) == {field.name for field in fields(EvalOptions)}
+    assert EvalOptions(**values).validate(max_positions=None) == []

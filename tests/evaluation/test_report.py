@@ -1,0 +1,144 @@
+import csv
+import io
+import json
+import math
+from dataclasses import asdict
+
+import matplotlib.image
+import pytest
+import torch
+from rich.console import Console
+
+from flashtrain.evaluation.options import EvalOptions
+from flashtrain.evaluation.perplexity import perplexity_curves
+from flashtrain.evaluation.report import as_json, rows_by_metric, terminal_report, write_reports
+
+OPTIONS = EvalOptions(
+    lengths=[128, 512, 1024, 65536], targets_per_anchor=64, max_documents=2, max_anchors=3, batch_tokens=4096
+)
+
+
+@pytest.fixture
+def curves_of(random_stream, byte_counts, conditions):
+    """Build curves of a model whose answer depends on the number of tokens it saw alone."""
+
+    def build(nll_at):
+        def nll(inputs, targets):
+            return nll_at(torch.arange(1.0, inputs.shape[1] + 1)).expand(inputs.shape)
+
+        return perplexity_curves(
+            nll,
+            random_stream(1100, 2048, 3000, 200),
+            bytes_per_token=byte_counts,
+            options=OPTIONS,
+            conditions=conditions,
+            console=Console(file=io.StringIO()),
+        )
+
+    return build
+
+
+@pytest.fixture
+def curves(curves_of):
+    return curves_of(lambda position: 1 + 4 * position**-0.5)
+
+
+def printed(curves, width=200):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(terminal_report(curves))
+    return console.file.getvalue()
+
+
+def test_json_holds_every_figure_and_what_it_depends_on(curves, conditions, tmp_path):
+    json_path, *_ = write_reports(curves, tmp_path / "evaluation")
+    report = json.loads(json_path.read_text())
+    assert report["conditions"] == asdict(conditions)
+    assert report["options"] == asdict(OPTIONS)
+    assert report["unreached_lengths"] == [65536]
+    assert report["scored"]["prefix"] == "document"
+    assert report["scored"]["documents"] == 2
+    assert report["scored"]["anchors_in_corpus"] == 5
+    assert [row["length"] for row in report["ppl_at_length"]] == [128, 512, 1024]
+    for row in report["ppl_at_length"]:
+        score = curves.at_length[row["length"]]
+        assert row["perplexity"] == score.perplexity
+        assert row["bits_per_byte"] == score.bits_per_byte
+        assert row["perplexity_macro"] == curves.at_length_macro[row["length"]]
+        assert row["targets"] == row["bytes"] == 2 * (row["length"] - 1)
+        assert row["beyond_training_length"] is (row["length"] > 512)
+    assert [row["targets"] for row in report["ppl_vs_context"]] == [3 * 64] * 3
+    assert [row["beyond_training_length"] for row in report["loss_by_position"]] == [False] * 9 + [True]
+
+
+def test_csv_and_json_agree(curves, tmp_path):
+    json_path, csv_path, _ = write_reports(curves, tmp_path)
+    report = json.loads(json_path.read_text())
+    with csv_path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 + 3 + 10
+    for row in rows:
+        metric = report[row["metric"]]
+        (same,) = [
+            other
+            for other in metric
+            if all(str(other.get(key, "")) == row[key] for key in ("length", "start", "stop"))
+        ]
+        assert all(str(value) == row[key] for key, value in same.items())
+
+
+def test_figures_that_are_not_finite_are_null(curves_of, tmp_path):
+    curves = curves_of(lambda position: torch.where(position > 512, 1e6, 1.0))
+    json_path, csv_path, png_path = write_reports(curves, tmp_path)
+    report = json.loads(json_path.read_text())
+    assert [row["perplexity"] is None for row in report["ppl_at_length"]] == [False, False, True]
+    assert all(math.isfinite(row["loss"]) for row in report["ppl_at_length"])
+    assert "inf" in printed(curves)
+    assert "inf" not in csv_path.read_text()
+    assert png_path.stat().st_size > 10_000
+
+
+def test_a_broken_model_is_reported_not_hidden(curves_of, tmp_path):
+    curves = curves_of(lambda position: torch.full_like(position, torch.nan))
+    write_reports(curves, tmp_path)
+    assert as_json(curves)["ppl_at_length"][0]["loss"] is None
+    assert "nan" in printed(curves)
+
+
+def test_the_table_shows_figures_flags_and_what_was_scored(curves):
+    text = printed(curves)
+    row = next(line for line in text.splitlines() if line.lstrip().startswith("1,024"))
+    assert f"{curves.at_length[1024].perplexity:#.4g}" in row
+    assert f"{curves.vs_context[1024].perplexity:#.4g}" in row
+    assert "1,024 *" in row
+    assert "* beyond the training length of 512 tokens" in text
+    assert "Not scored: 65,536; the longest document has 3,000 tokens." in text
+    assert "first 1,024 tokens of 2 documents, of 3 that long among 4" in text
+    assert "64 tokens before each of 3 anchors, of 5" in text
+    assert "evenly spaced" in text
+    assert "sdpa_flash attention, float32 on cpu" in text
+
+
+def test_the_table_fits_eighty_columns(curves):
+    lines = printed(curves, width=80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines)
+
+
+def test_rows_are_plain_values(curves):
+    rows = [row for rows in rows_by_metric(curves).values() for row in rows]
+    assert {type(value) for row in rows for value in row.values()} == {int, float, bool}
+
+
+def test_the_plot_is_a_wide_picture_with_three_curves(curves, tmp_path):
+    *_, png_path = write_reports(curves, tmp_path)
+    pixels = matplotlib.image.imread(png_path)
+    height, width, _ = pixels.shape
+    assert width > 1500 and 2 < width / height < 4
+    thirds = [
+        pixels[:, third * width // 3 : (third + 1) * width // 3, :3].reshape(-1, 3) for third in range(3)
+    ]
+    colours = [
+        tuple(int(code[i : i + 2], 16) / 255 for i in (1, 3, 5)) for code in ("#1f66b0", "#c4551b", "#2c8053")
+    ]
+    for third, colour in zip(thirds, colours, strict=True):
+        assert (abs(third - torch.tensor(colour).numpy()) < 0.02).all(axis=1).sum() > 300
