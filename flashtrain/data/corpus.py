@@ -1,8 +1,8 @@
 """Documents as tokens on disk: built once for a content and a tokenizer, then mapped into memory.
 
 Decides what is left out (empty documents and second copies), what is held out for validation (the documents
-whose names have the lowest digests, so that adding documents moves few others), and the layout on disk: a folder
-with the tokens and document offsets of both splits and a meta.json, written aside and renamed when whole.
+whose names have the lowest digests, so that adding documents moves few others), and the layout on disk: a
+folder with tokens and document offsets of both splits and meta.json, written aside and renamed when whole.
 """
 
 import json
@@ -90,8 +90,8 @@ def open_corpus(
     """The corpus in `cache_dir`, built there if need be; of several processes one builds and the others wait.
 
     `validation_fraction` of the documents, and at least one, are held out for validation.
-    Raises UserError if the source cannot be read or has fewer than two different documents, if the fraction is
-    not between 0 and 1, or if the folder cannot be written.
+    Raises UserError if the source cannot be read or has fewer than two different documents, if the fraction
+    is not between 0 and 1, or if the folder cannot be written.
     """
     if not 0 < validation_fraction < 1:
         raise UserError(f"data.validation_fraction is {validation_fraction}; it has to be between 0 and 1.")
@@ -147,8 +147,8 @@ def _assign(source: Source, validation_fraction: float) -> list[str]:
             first.setdefault(digest(text.encode()), (digest(name.encode()), i))
     if len(first) < 2:
         raise UserError(
-            f"{source.label} has {len(first)} different documents with text and needs at least 2, since train "
-            f"and validation never share one; give more, or cut the text into several files or rows."
+            f"{source.label} has {len(first)} different documents with text and needs at least 2, since "
+            f"train and validation never share one; give more, or cut the text into several files or rows."
         )
     num_validation = min(max(1, round(validation_fraction * len(first))), len(first) - 1)
     for place, (_, i) in enumerate(sorted(first.values())):

@@ -84,7 +84,7 @@ class _Rows(Dataset):
 
 
 class _TrainingSteps(Sampler):
-    """The rows of each step from `start_step` on; the length counts all steps, as Lightning's counter does."""
+    """The rows of each step from `start_step` on; the length counts all, as Lightning's counter does."""
 
     def __init__(self, data: StepDataModule) -> None:
         self._data = data

@@ -85,7 +85,7 @@ def text_source(path: str | Path, column: str | None = None) -> Source:
         raise UserError(f"data.path={path} does not exist; name a {_either(KINDS)} file or a folder of them.")
     kind = next(iter(files.values())).suffix
     if kind not in KINDS:
-        raise UserError(f"data.path={path} is no {_either(KINDS)} file; convert it, or rename it if it is text.")
+        raise UserError(f"data.path={path} is no {_either(KINDS)} file; convert or rename it.")
     if kind == ".txt" and column is not None:
         raise UserError(f"data.column={column} does not go with {path}: text has no columns; leave it out.")
     return Source(str(path), files, None if kind == ".txt" else column or "text")
@@ -100,7 +100,7 @@ def _files_of_one_kind(folder: Path) -> dict[str, Path]:
         raise UserError(f"data.path={folder} needs {_either(KINDS)} files of one kind and holds {found}.")
     others = [name for name in everything if name not in files]
     if others:
-        log.warning("%s: only %s files are read, not %d others like %s", folder, *kinds, len(others), others[0])
+        log.warning("%d files in %s are no %s and not read, like %s", len(others), folder, *kinds, others[0])
     return files
 
 

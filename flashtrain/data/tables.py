@@ -18,7 +18,7 @@ def column_texts(path: Path, column: str) -> Iterator[str]:
     values = _json_values(path, column) if path.suffix == ".jsonl" else _table_values(path, "parquet", column)
     for row, text in enumerate(values):
         if not (isinstance(text, str) and _is_unicode(text)):
-            raise UserError(f"row {row} of {path} has {text!r:.40} in column {column}; it has to be Unicode text.")
+            raise UserError(f"row {row} of {path} has no Unicode text in column {column}: {text!r:.40}.")
         yield text
 
 
@@ -48,7 +48,7 @@ def _json_values(path: Path, column: str) -> Iterator[object]:
 
 
 def _table_values(path: Path, builder: str, column: str) -> Iterator[object]:
-    """A column of a file through a builder of datasets, streamed, since it would keep a second copy otherwise."""
+    """A column of a file through a builder of datasets, streamed: otherwise it would keep a second copy."""
     import datasets  # here: it takes two seconds, which a corpus that is already tokenized need not wait for
 
     with tempfile.TemporaryDirectory() as locks, _silenced(datasets.utils.logging):
@@ -62,7 +62,7 @@ def _table_values(path: Path, builder: str, column: str) -> Iterator[object]:
                 yield from batch[column].to_pylist()
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
-            raise UserError(f"{path} is no readable {path.suffix} file: {reason}; mend or remove it.") from error
+            raise UserError(f"{path} cannot be read as {path.suffix}: {reason}; mend or drop it.") from error
 
 
 def _missing_column(where: str, column: str, columns: Iterable[str]) -> UserError:

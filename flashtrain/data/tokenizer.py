@@ -72,7 +72,8 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i != self.prefix_id).decode(errors="replace")
+        ids = np.asarray(ids, np.int64)
+        return ids[ids != self.prefix_id].astype(np.uint8).tobytes().decode(errors="replace")
 
 
 class FileTokenizer:
@@ -80,7 +81,7 @@ class FileTokenizer:
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
-            raise UserError(f"data.tokenizer={path} is no file; name a tokenizer.json or say data.tokenizer=bytes.")
+            raise UserError(f"data.tokenizer={path} is no file; name a tokenizer.json or say bytes.")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more precise
@@ -88,10 +89,10 @@ class FileTokenizer:
         self._tokenizer.encode_special_tokens = True  # that is: as the letters they are spelled with
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self.prefix_id = _prefix_id(self._tokenizer, path)
         self.name = str(path)
         self.fingerprint = file_digest(path)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
-        self.prefix_id = _prefix_id(self._tokenizer, path)
         self.bytes_per_token = _bytes_per_token(self._tokenizer, self.vocab_size, path)
         self.dtype = _smallest_dtype(self.vocab_size)
 
