@@ -1,14 +1,17 @@
 """The perplexity curves as one picture: against length, against context, and loss by position."""
 
+import math
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, NullLocator
 
 from flashtrain.evaluation.metrics import Score
 from flashtrain.evaluation.perplexity import PerplexityCurves
+
+MAX_TICKS = 9  # labels that fit under a panel
 
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e6eaee"
 BLUE, ORANGE, GREEN = "#1f66b0", "#c4551b", "#2c8053"
@@ -42,7 +45,7 @@ def _perplexity_line(axes: Axes, scores: dict[int, Score], color: str) -> None:
     axes.plot(list(scores), perplexities, color=color, linewidth=2, marker="o", markersize=5)
     for length, perplexity in zip(scores, perplexities, strict=True):
         label = axes.annotate(
-            f"{perplexity:#.3g}", (length, perplexity), (0, 8), textcoords="offset points", ha="center"
+            _figure(perplexity), (length, perplexity), (0, 8), textcoords="offset points", ha="center"
         )
         label.set(fontsize=8, color=INK, path_effects=[withStroke(linewidth=3, foreground="white")])
     axes.margins(x=0.09, y=0.15)
@@ -62,7 +65,7 @@ def _loss_stairs(axes: Axes, scores: dict[tuple[int, int], Score], color: str) -
 
 def _token_axis(axes: Axes, ticks: list[int]) -> None:
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_major_locator(FixedLocator(ticks[:: math.ceil(len(ticks) / MAX_TICKS)]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: _short(int(tokens))))
     axes.grid(color=GRID)
@@ -96,6 +99,13 @@ def _footer(curves: PerplexityCurves) -> str:
     if curves.beyond_training(curves.longest):
         parts.append(f"shaded: beyond the training length of {given.training_length:,} tokens")
     return "   ·   ".join(parts)
+
+
+def _figure(perplexity: float) -> str:
+    """Three significant digits below 1000; above, 1.4k, 58.6k, 12.2M."""
+    if perplexity < 1000:
+        return f"{perplexity:#.3g}".rstrip(".")
+    return EngFormatter(places=1, sep="")(perplexity)
 
 
 def _short(count: int) -> str:

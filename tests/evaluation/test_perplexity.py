@@ -32,7 +32,7 @@ def curves_of(byte_counts, conditions):
 
 
 def test_context_helps_exactly_where_the_model_can_use_it(make_stream, curves_of):
-    """Documents repeat every 40 tokens; the model copies from 40 tokens ago, and is uniform where it cannot."""
+    """Documents repeat every 40 tokens; the model copies from 40 tokens ago, and is uniform before."""
     period = 40
     rng = np.random.default_rng(0)
     stream = make_stream([np.tile(rng.integers(0, 256, period), 13) for _ in range(3)])

@@ -4,13 +4,16 @@ import json
 import math
 from dataclasses import asdict
 
+import matplotlib.colors
 import matplotlib.image
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
 from flashtrain.evaluation.options import EvalOptions
 from flashtrain.evaluation.perplexity import perplexity_curves
+from flashtrain.evaluation.plot import BLUE, GREEN, ORANGE
 from flashtrain.evaluation.report import as_json, rows_by_metric, terminal_report, write_reports
 
 OPTIONS = EvalOptions(
@@ -137,8 +140,6 @@ def test_the_plot_is_a_wide_picture_with_three_curves(curves, tmp_path):
     thirds = [
         pixels[:, third * width // 3 : (third + 1) * width // 3, :3].reshape(-1, 3) for third in range(3)
     ]
-    colours = [
-        tuple(int(code[i : i + 2], 16) / 255 for i in (1, 3, 5)) for code in ("#1f66b0", "#c4551b", "#2c8053")
-    ]
+    colours = [matplotlib.colors.to_rgb(code) for code in (BLUE, ORANGE, GREEN)]
     for third, colour in zip(thirds, colours, strict=True):
-        assert (abs(third - torch.tensor(colour).numpy()) < 0.02).all(axis=1).sum() > 300
+        assert (abs(third - np.array(colour)) < 0.02).all(axis=1).sum() > 300
