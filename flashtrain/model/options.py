@@ -12,7 +12,7 @@ MLPS = ("gelu", "swiglu")
 VOCABULARY_MULTIPLE = 64
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelOptions:
     """Architecture of a decoder. None means what the field's comment says; `resolve` writes it out."""
 
