@@ -44,6 +44,8 @@ def _perplexity_line(axes: Axes, scores: dict[int, Score], color: str) -> None:
     perplexities = [score.perplexity for score in scores.values()]
     axes.plot(list(scores), perplexities, color=color, linewidth=2, marker="o", markersize=5)
     for length, perplexity in zip(scores, perplexities, strict=True):
+        if not math.isfinite(perplexity):
+            continue
         label = axes.annotate(
             _figure(perplexity), (length, perplexity), (0, 8), textcoords="offset points", ha="center"
         )
