@@ -90,11 +90,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
+        except (OSError, RuntimeError) as error:
+            refusal = error.__context__ if isinstance(error, RuntimeError) else error  # torch.save hides an OSError
+            if not isinstance(refusal, OSError):
+                raise
             raise UserError(
-                f"cannot write {path} ({error.strerror}); the one before it is whole: make room and resume from it"
+                f"cannot write {path} ({refusal.strerror}); the one before it is whole: make room and resume"
             ) from error
+        finally:
+            partial.unlink(missing_ok=True)
 
     def load_checkpoint(self, path: Path | str, *_: object, **__: object) -> dict[str, Any]:
         return read_checkpoint(path)

@@ -15,7 +15,11 @@ class Display(Protocol):
     def advance(self, step: int) -> None:
         """Called after every step; cheap."""
 
-    def report(self, step: int, status: str) -> None: ...
+    def report(self, step: int, status: str) -> None:
+        """Show what training is at; a later report may take its place."""
+
+    def note(self, step: int, status: str) -> None:
+        """Show what stays, such as a validation."""
 
     def stop(self) -> None: ...
 
@@ -38,6 +42,10 @@ def validation_status(loss: float, bits_per_byte: float) -> str:
     return f"validation loss {loss:.4f}  {bits_per_byte:.4f} bits per byte"
 
 
+def _line(step: int, num_steps: int, status: str) -> str:
+    return f"step {step}/{num_steps}  {status}"
+
+
 class Bar:
     """A Rich progress bar with the last report beside it."""
 
@@ -51,8 +59,10 @@ class Bar:
             refresh_per_second=4,
         )
         self._task: TaskID
+        self._num_steps: int
 
     def start(self, step: int, num_steps: int) -> None:
+        self._num_steps = num_steps
         self._task = self._progress.add_task("", total=num_steps, completed=step, status="")
         self._progress.start()
 
@@ -61,6 +71,9 @@ class Bar:
 
     def report(self, step: int, status: str) -> None:
         self._progress.update(self._task, status=status)
+
+    def note(self, step: int, status: str) -> None:
+        self._progress.console.out(_line(step, self._num_steps, status), highlight=False)
 
     def stop(self) -> None:
         self._progress.stop()
@@ -80,7 +93,9 @@ class Lines:
         pass
 
     def report(self, step: int, status: str) -> None:
-        self._console.out(f"step {step}/{self._num_steps}  {status}", highlight=False)
+        self._console.out(_line(step, self._num_steps, status), highlight=False)
+
+    note = report
 
     def stop(self) -> None:
         pass

@@ -44,6 +44,7 @@ def build_trainer(
         max_epochs=1,
         check_val_every_n_epoch=None,
         val_check_interval=validate_every,
+        log_every_n_steps=1,
         num_sanity_val_steps=0,
         callbacks=[
             Reporter(
@@ -71,5 +72,6 @@ def _silence() -> None:
     for message in (
         "You're resuming from a checkpoint that ended before the epoch ended",  # the data starts at its step
         "The '.*_dataloader' does not have many workers",
+        r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     ):
         warnings.filterwarnings("ignore", message=message)

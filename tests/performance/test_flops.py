@@ -1,0 +1,31 @@
+import pytest
+
+from flashtrain.kernels.attention import Intervals
+from flashtrain.performance.flops import PEAK_BF16_FLOPS, flops_per_token, mfu, peak_flops
+
+GPT2 = {"num_weights": 123_653_376, "num_layers": 12, "num_heads": 12, "head_dim": 64}
+
+
+def test_usual_and_visible_counts_of_gpt2():
+    usual = flops_per_token(**GPT2, keys_per_query=2048)
+    visible = flops_per_token(**GPT2, keys_per_query=Intervals.causal().visible(2048, 2048) / 2048)
+    assert usual == 6 * 123_653_376 + 12 * 12 * 768 * 2048
+    assert visible == 6 * 123_653_376 + 12 * 12 * 768 * 1024.5
+
+
+@pytest.mark.parametrize(("length", "gap"), [(1024, 0.07), (8192, 0.38), (131072, 0.91)], ids="S{}".format)
+def test_the_counts_part_at_long_context(length, gap):
+    usual = flops_per_token(**GPT2, keys_per_query=length)
+    visible = flops_per_token(**GPT2, keys_per_query=(length + 1) / 2)
+    assert usual / visible - 1 == pytest.approx(gap, abs=0.015)
+
+
+def test_mfu_is_a_share_of_the_dense_peak_and_none_without_one():
+    assert peak_flops("NVIDIA H200") == 989e12
+    assert mfu(460_000, 1e9, peak_flops("NVIDIA H200")) == pytest.approx(0.4651, abs=1e-4)
+    assert mfu(460_000, 1e9, peak_flops("NVIDIA GeForce RTX 4090")) is None
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200 NVL", "NVIDIA H100 PCIe", "A100", "cpu", ""])
+def test_a_name_is_known_exactly_or_not_at_all(name):
+    assert peak_flops(name) is None and name not in PEAK_BF16_FLOPS

@@ -1,0 +1,141 @@
+"""A checkpoint is whole or absent, reading one runs no code, and each bad file has its sentence."""
+
+import errno
+import os
+import pickle
+import resource
+
+import pytest
+import torch
+from tiny_training import Steps, TinyModel, assert_same_weights, make_module, make_trainer, weights
+
+from flashtrain.errors import UserError
+from flashtrain.training.checkpoint import AtomicCheckpointIO, load_weights, read_checkpoint
+
+NUM_STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    module = make_module(NUM_STEPS)
+    make_trainer(folder, NUM_STEPS).fit(module, datamodule=Steps(NUM_STEPS))
+    return module, folder / "checkpoints" / "last.ckpt"
+
+
+def test_last_and_best_are_all_that_a_run_leaves(trained):
+    _, path = trained
+    assert sorted(file.name for file in path.parent.iterdir()) == ["best.ckpt", "last.ckpt"]
+
+
+def test_weights_load_into_a_bare_model(trained):
+    module, path = trained
+    torch.manual_seed(1)
+    model = TinyModel()
+    assert load_weights(model, path) == NUM_STEPS
+    assert_same_weights(dict(model.state_dict()), weights(module))
+
+
+def resume(path, width=16):
+    module = make_module(NUM_STEPS, width=width)
+    make_trainer(path.parent, NUM_STEPS).fit(module, datamodule=Steps(NUM_STEPS), ckpt_path=path)
+
+
+@pytest.mark.parametrize("read", [read_checkpoint, resume], ids=["read", "resume"])
+def test_missing_file(tmp_path, read):
+    with pytest.raises(UserError, match="there is no checkpoint .*gone.ckpt"):
+        read(tmp_path / "gone.ckpt")
+
+
+class Code:
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+def cut(trained_path, path):
+    path.write_bytes(trained_path.read_bytes()[:-1000])
+
+
+def empty(trained_path, path):
+    path.touch()
+
+
+def text(trained_path, path):
+    path.write_text("not a checkpoint")
+
+
+def folder(trained_path, path):
+    path.mkdir()
+
+
+def code(trained_path, path):
+    path.write_bytes(pickle.dumps(Code()))
+
+
+def other_content(trained_path, path):
+    torch.save({"weights": torch.zeros(3)}, path)
+
+
+@pytest.mark.parametrize("read", [read_checkpoint, resume], ids=["read", "resume"])
+@pytest.mark.parametrize("spoil", [cut, empty, text, folder, code, other_content], ids=lambda f: f.__name__)
+def test_file_that_is_no_checkpoint(trained, tmp_path, monkeypatch, spoil, read):
+    monkeypatch.chdir(tmp_path)
+    spoil(trained[1], tmp_path / "bad.ckpt")
+    with pytest.raises(UserError, match=r"bad.ckpt is truncated or not a checkpoint of a training run; "):
+        read(tmp_path / "bad.ckpt")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_checkpoint_of_another_model(trained):
+    _, path = trained
+    sentence = r"last.ckpt is of another model: embedding.weight is \(32, 16\) there and \(32, 24\) here; "
+    with pytest.raises(UserError, match=sentence):
+        resume(path, width=24)
+    with pytest.raises(UserError, match=sentence):
+        load_weights(TinyModel(24), path)
+    model = TinyModel()
+    model.mix.bias = None
+    with pytest.raises(UserError, match=r"mix.bias is \(16,\) there and missing here"):
+        load_weights(model, path)
+
+
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path):
+    path, io = tmp_path / "last.ckpt", AtomicCheckpointIO()
+    io.save_checkpoint({"step": 1}, path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"cannot write .*last.ckpt \(.+\); the one before it is whole"):
+            io.save_checkpoint({"step": 2, "weights": torch.zeros(1_000_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert torch.load(path, weights_only=True) == {"step": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_full_disk_ends_training_in_one_sentence(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"cannot write .* \(No space left on device\)"):
+        make_trainer(tmp_path, NUM_STEPS).fit(make_module(NUM_STEPS), datamodule=Steps(NUM_STEPS))
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_best_is_the_lowest_validation_loss_across_a_resume(tmp_path):
+    class Losses(type(make_module(1))):
+        """Validation losses by step: 5 is the best, and 10 must not replace it after a resume."""
+
+        def on_validation_epoch_end(self):
+            super().on_validation_epoch_end()
+            self.validation_metrics["val/loss"] = {5: 1.0, 10: 2.0, 15: 3.0}[self.global_step]
+
+    last, best = (tmp_path / "checkpoints" / name for name in ("last.ckpt", "best.ckpt"))
+    for num_steps, ckpt in ((10, None), (15, last)):
+        module = make_module(num_steps)
+        module.__class__ = Losses
+        trainer = make_trainer(tmp_path, num_steps, validate_every=5)
+        trainer.fit(module, datamodule=Steps(num_steps), ckpt_path=ckpt)
+        assert read_checkpoint(best)["global_step"] == 5
+    assert read_checkpoint(last)["global_step"] == 15

@@ -1,0 +1,203 @@
+"""What a run says: lines or a bar, CSV rows that survive a resume, TensorBoard scalars, and nothing else."""
+
+import csv
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Callback
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_training import LENGTH, ROWS, Steps, make_module, make_trainer
+
+from flashtrain.training.loggers import CsvLogger, build_loggers
+from flashtrain.training.meter import SpeedMeter
+from flashtrain.training.progress import Bar, Lines, choose_display
+
+NUM_STEPS = 20
+
+
+def run(folder, num_steps=NUM_STEPS, ckpt=None, **changes):
+    trainer = make_trainer(folder, num_steps, **changes)
+    trainer.fit(make_module(NUM_STEPS), datamodule=Steps(num_steps), ckpt_path=ckpt)
+    return trainer
+
+
+def test_lines_where_there_is_no_terminal(tmp_path):
+    file = io.StringIO()
+    run(tmp_path, console=Console(file=file))
+    lines = file.getvalue().splitlines()
+    assert [re.match(r"step (\d+)/20  (\w+)", line).groups() for line in lines] == [
+        ("5", "loss"),
+        ("10", "loss"),
+        ("10", "validation"),
+        ("15", "loss"),
+        ("20", "loss"),
+        ("20", "validation"),
+    ]
+    assert re.fullmatch(r"step 15/20  loss \d\.\d{4}  [\d,]+ tokens/s  0:00:0\d left", lines[3])
+    assert re.fullmatch(r"step 20/20  validation loss \d\.\d{4}  \d\.\d{4} bits per byte", lines[5])
+    assert not re.search(r"[^\n -~]", file.getvalue())  # no control characters
+
+
+def test_a_line_is_not_wrapped_and_not_marked_up():
+    file = io.StringIO()
+    display = Lines(Console(file=file, width=20))
+    display.start(0, 1000)
+    display.report(7, "[red]a status that is longer than the console is wide")
+    assert file.getvalue() == "step 7/1000  [red]a status that is longer than the console is wide\n"
+
+
+def test_bar_on_a_terminal(tmp_path):
+    file = io.StringIO()
+    run(tmp_path, console=Console(file=file, force_terminal=True, width=120, color_system=None))
+    text = file.getvalue()
+    assert "20/20" in text and re.search(r"loss \d\.\d{4}  [\d,]+ tokens/s  0:00:0\d left", text)
+    assert "validation loss" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is hidden once and given back
+
+
+def test_bar_gives_the_terminal_back_when_training_fails(tmp_path):
+    def fail(step, batch):
+        raise ValueError("no data")
+
+    file = io.StringIO()
+    trainer = make_trainer(tmp_path, NUM_STEPS, console=Console(file=file, force_terminal=True, width=120))
+    with pytest.raises(ValueError, match="no data"):
+        trainer.fit(make_module(NUM_STEPS), datamodule=Steps(NUM_STEPS, fail))
+    assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1
+
+
+@pytest.mark.parametrize(
+    ("terminal", "environment", "kind"),
+    [
+        pytest.param(True, {"TERM": "xterm"}, Bar, id="terminal"),
+        pytest.param(True, {"TERM": "dumb"}, Lines, id="dumb-terminal"),
+        pytest.param(False, {"TERM": "xterm"}, Lines, id="pipe"),
+    ],
+)
+def test_display_fits_the_console(terminal, environment, kind):
+    console = Console(file=io.StringIO(), force_terminal=terminal, _environ=environment)
+    assert type(choose_display(console)) is kind
+
+
+# Loggers
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_rows(tmp_path):
+    run(tmp_path, loggers=build_loggers(tmp_path / "logs", csv=True, tensorboard=False))
+    train = rows(tmp_path / "logs" / "train.csv")
+    assert [row["step"] for row in train] == ["5", "10", "15", "20"]
+    assert list(train[0]) == ["step", "loss", "grad_norm", "learning_rate", "tokens_per_second"]
+    assert all(float(value) > 0 for row in train for value in row.values())
+    validation = rows(tmp_path / "logs" / "val.csv")
+    assert [row["step"] for row in validation] == ["10", "20"]
+    assert list(validation[0]) == ["step", "loss", "bits_per_byte"]
+
+
+def test_csv_of_a_resumed_run_equals_the_straight_one(tmp_path):
+    def logs(folder):
+        return [
+            [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in rows(path)]
+            for path in sorted((folder / "logs").glob("*.csv"))
+        ]
+
+    for folder in (tmp_path / "straight", tmp_path / "resumed"):
+        run(folder, loggers=build_loggers(folder / "logs", csv=True, tensorboard=False), checkpoint_every=10)
+    # As after kill -9 at step 20 with a checkpoint of step 10: rows of 15 and 20 come again.
+    module, trainer = make_module(NUM_STEPS), make_trainer(tmp_path / "half", NUM_STEPS, checkpoint_every=10)
+    module.on_train_batch_end = lambda *_: setattr(module, "stop_requested", module.global_step == 10)
+    trainer.fit(module, datamodule=Steps(NUM_STEPS))
+    loggers = build_loggers(tmp_path / "resumed" / "logs", csv=True, tensorboard=False)
+    run(tmp_path / "resumed", loggers=loggers, ckpt=tmp_path / "half" / "checkpoints" / "last.ckpt")
+    assert logs(tmp_path / "resumed") == logs(tmp_path / "straight")
+
+
+def test_csv_takes_a_column_that_comes_later(tmp_path):
+    logger = CsvLogger(tmp_path)
+    logger.log_metrics({"train/loss": 2.0}, 1)
+    logger.log_metrics({"train/loss": 1.0, "train/mfu": 0.5}, 2)
+    logger.log_metrics({"train/loss": 0.5}, 3)
+    assert rows(tmp_path / "train.csv") == [
+        {"step": "1", "loss": "2.0", "mfu": ""},
+        {"step": "2", "loss": "1.0", "mfu": "0.5"},
+        {"step": "3", "loss": "0.5", "mfu": ""},
+    ]
+
+
+def test_tensorboard_scalars(tmp_path):
+    run(tmp_path, loggers=build_loggers(tmp_path / "logs", csv=False, tensorboard=True))
+    events = EventAccumulator(str(tmp_path / "logs" / "tensorboard")).Reload()
+    assert set(events.Tags()["scalars"]) == {
+        "train/loss",
+        "train/grad_norm",
+        "train/learning_rate",
+        "train/tokens_per_second",
+        "val/loss",
+        "val/bits_per_byte",
+    }
+    assert [event.step for event in events.Scalars("val/loss")] == [10, 20]
+
+
+def test_no_logger_is_no_file(tmp_path):
+    assert build_loggers(tmp_path, csv=False, tensorboard=False) == []
+    run(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["checkpoints"]
+
+
+class Time(Callback):
+    """A clock that only moves where it is told to: steps, the first two of which compile, and validations."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def on_train_batch_start(self, trainer, *_):
+        self.now += 60.0 if trainer.global_step < 2 else 0.5
+
+    def on_validation_batch_start(self, *_):
+        self.now += 100.0
+
+
+def test_speed_and_mfu_leave_out_the_first_steps_and_validation(tmp_path):
+    clock = Time()
+    run(
+        tmp_path,
+        callbacks=[clock],
+        meter=SpeedMeter(ROWS * LENGTH, clock),
+        loggers=[CsvLogger(tmp_path)],
+        flops_per_token={"mfu": 10.0, "mfu_visible": 5.0},
+        peak_flops=10_000.0,
+    )
+    for row in rows(tmp_path / "train.csv"):
+        assert float(row["tokens_per_second"]) == ROWS * LENGTH / 0.5
+        assert (float(row["mfu"]), float(row["mfu_visible"])) == pytest.approx((0.192, 0.096))
+
+
+def test_lightning_is_silent(tmp_path):
+    script = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+from pathlib import Path
+from rich.console import Console
+from tiny_training import Steps, make_module, make_trainer
+folder = Path({str(tmp_path)!r})
+make_trainer(folder, 10, console=Console()).fit(make_module(10), datamodule=Steps(10))
+make_trainer(folder, 20, console=Console()).fit(
+    make_module(20), datamodule=Steps(20), ckpt_path=folder / "checkpoints" / "last.ckpt")
+"""
+    root = Path(__file__).parent.parent.parent
+    result = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
+    assert result.stderr == ""
+    assert all(line.startswith("step ") for line in result.stdout.splitlines())
+    assert len(result.stdout.splitlines()) == 6
+
