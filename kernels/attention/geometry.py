@@ -1,9 +1,10 @@
 """Which keys a query sees, which blocks a tile visits, and which of those need masking; both directions.
 
-The only place that turns an interval mask into loop bounds. Everything a kernel calls is flat integer arithmetic that runs
-in Triton, in Gluon and, through `.fn`, on Python ints, where the tests compare it with `Intervals.dense`. Row bounds
-never decrease along the row, so a tile's first and last row bound the whole tile. Triton's `//` truncates where
-Python's floors: every numerator is clamped at zero first. Says nothing about tile sizes or tile order.
+The only place that turns an interval mask into loop bounds; tile sizes and tile order are decided
+elsewhere. Everything that a kernel calls is flat integer arithmetic that runs in Triton, in Gluon and,
+through `.fn`, on Python ints, where the tests compare it with `Intervals.dense`. Bounds never decrease
+along the rows, so those of a tile's first and last row hold for all of it. Triton's `//` truncates where
+Python's floors: numerators are clamped at zero.
 """
 
 import triton
@@ -13,7 +14,7 @@ import triton.language as tl
 def mask_arguments(left: int | None, right: int | None, q_len: int, kv_len: int) -> dict[str, int | bool]:
     """Kernel arguments for a (left, right) window of extra keys, None = unbounded.
 
-    A side that reaches past every key of these lengths is unbounded too, so `left` and `right` stay far from overflow.
+    A side that reaches past all of these lengths is unbounded too, so that `left` and `right` never overflow.
     """
     has_left = left is not None and left < kv_len - 1
     has_right = right is not None and right < q_len - 1
@@ -51,9 +52,9 @@ def query_bounds(j, q_len, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_RIGH
 
 @triton.jit
 def block_ranges(lo_first, hi_first, lo_last, hi_last, BLOCK: tl.constexpr):
-    """Blocks [begin, end) hold all that a tile sees; every row of the tile sees all of blocks [free_begin, free_end).
+    """A tile sees nothing outside blocks [begin, end); each of its rows sees all of [free_begin, free_end).
 
-    The arguments are the bounds of the tile's first and last row. begin <= free_begin <= free_end <= end always holds.
+    Takes the bounds of the tile's first and last row. begin <= free_begin <= free_end <= end always holds.
     """
     begin = lo_first // BLOCK
     end = max((hi_last + BLOCK - 1) // BLOCK, begin)
@@ -64,7 +65,7 @@ def block_ranges(lo_first, hi_first, lo_last, hi_last, BLOCK: tl.constexpr):
 
 @triton.jit
 def steps(blocks, MASKED: tl.constexpr):
-    """Steps [start, stop) of the loop over the blocks that need a mask, or over those that are free of one."""
+    """Steps [start, stop) of the loop over the blocks that need a mask, or over the free."""
     begin, free_begin, free_end, end = blocks
     if MASKED:
         start, stop = begin, end - (free_end - free_begin)

@@ -1,7 +1,8 @@
 """The running state of a softmax over keys that arrive block by block: start, update, finish.
 
-Row maximum in units of the raw scores, row sum relative to it; exponentials are base 2 with scale * log2(e) folded into
-one multiply-add, so the scale must be positive. A row that has seen no key yet has maximum -inf and sum 0.
+The row maximum is in units of the raw scores, the row sum relative to it. Exponentials are base 2 with
+scale * log2(e) folded into one multiply-add, so the scale must be positive. No key so far: maximum -inf,
+sum 0.
 Source: FlashAttention-2 (arXiv:2307.08691), algorithm 1; Milakov and Gimelshein, arXiv:1805.02867.
 """
 
@@ -20,7 +21,7 @@ def softmax_start(BLOCK_M: tl.constexpr):
 
 @triton.jit
 def softmax_update(s_MN, row_max_M, row_sum_M, scale_log2e):
-    """Takes in one block of scores; returns its probabilities, the factor that rescales what came before, and the state."""
+    """Takes in a block of scores; returns its probabilities, the factor for what came before, the new state."""
     new_max_M = tl.maximum(row_max_M, tl.max(s_MN, 1))
     # (-inf) - (-inf) is NaN: a row without a key so far subtracts 0.
     shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M * scale_log2e)

@@ -1,7 +1,8 @@
 """flash_v2 as operators of torch.library: schemas, fakes, autograd and the device guard.
 
-`torch.compile` sees one opaque node that takes tensors and numbers only. Importing this file needs torch alone: the launchers,
-and Triton with them, are imported when an operator first runs. What a problem may look like is decided in `variants`.
+`torch.compile` sees one opaque node that takes tensors and numbers only. Importing this file needs torch
+alone: the launchers, and Triton with them, are imported when an operator first runs. Limits are stated in
+`variants`.
 """
 
 import torch
@@ -24,7 +25,7 @@ def _forward(
 
     launch = tiles(architecture(q.device), q.shape[-1], q.dtype)
     with torch.cuda.device_of(q):
-        return forward(q, k, v, left, right, scale, launch.forward)
+        return forward(q, k, v, left, right, scale, launch)
 
 
 @_forward.register_fake

@@ -1,8 +1,8 @@
-"""The launch table of flash_v2: tile sizes, warps and pipeline stages by architecture, head dimension and element size.
+"""The launch table of flash_v2: tiles, warps and pipeline stages by architecture, head dimension and dtype.
 
-Static on purpose: nothing is tuned at start-up, so every run and every rank launches the same kernels, and CUDA-graph capture
-meets no search. Rows say what was measured; the others only fit the registers and shared memory, which the compile-only test
-checks. Kernels say what a tile means.
+Static on purpose: nothing is tuned at start-up, so every run and every rank launches the same kernels and
+CUDA-graph capture meets no search. Rows say what was measured; the others are only known to compile and to
+fit.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Tile:
-    """A kernel's launch record; BLOCK_M counts queries, BLOCK_N counts keys. The field names are the kernels' arguments."""
+    """How to launch a kernel, under the kernels' argument names. BLOCK_M counts queries, BLOCK_N keys."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -25,45 +25,47 @@ class Tiles:
     forward: Tile
     dkdv: Tile
     dq: Tile
+    use_tma: bool
 
 
-INTERPRETER = Tiles(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1))
+# Small, uneven and odd on purpose: short test inputs then cross many tile edges. use_tma as on sm_90.
+INTERPRETER = Tiles(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1), use_tma=True)
 
-# Exact fp32 products do not use tensor cores; larger tiles spill. Not measured.
-FP32 = {
-    64: Tiles(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
-    128: Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-    256: Tiles(Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 32, 4, 1)),
-}
-
-# architecture -> largest padded head dimension of the row -> launch records for 16-bit inputs
+# architecture -> largest head dimension of a row -> how to launch for 16-bit inputs
 HALF = {
-    # Not measured. Fits the 99 KB of the smaller members of the family.
+    # Not measured. Fits the 99 KB of shared memory of the smaller GPUs of the family.
     "sm_80": {
-        64: Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-        128: Tiles(Tile(128, 32, 4, 2), Tile(32, 64, 4, 2), Tile(64, 32, 4, 2)),
-        256: Tiles(Tile(64, 32, 8, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1)),
+        64: Tiles(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), use_tma=False),
+        128: Tiles(Tile(128, 32, 4, 2), Tile(32, 64, 4, 2), Tile(64, 32, 4, 2), use_tma=False),
+        256: Tiles(Tile(64, 32, 8, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1), use_tma=False),
     },
     "sm_90": {
         # Not measured.
-        64: Tiles(Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
+        64: Tiles(Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3), use_tma=True),
         # Not measured.
-        128: Tiles(Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(128, 64, 8, 3)),
+        128: Tiles(Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(128, 64, 8, 3), use_tma=True),
         # Not measured.
-        256: Tiles(Tile(128, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 64, 8, 1)),
+        256: Tiles(Tile(128, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 64, 8, 1), use_tma=True),
     },
     # Not measured.
     "sm_100": {
-        64: Tiles(Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
-        128: Tiles(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
-        256: Tiles(Tile(128, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 64, 8, 1)),
+        64: Tiles(Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3), use_tma=True),
+        128: Tiles(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), use_tma=True),
+        256: Tiles(Tile(128, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 64, 8, 1), use_tma=True),
     },
     # Not measured. 64 KB of shared memory.
     "gfx942": {
-        64: Tiles(Tile(128, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
-        128: Tiles(Tile(128, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
-        256: Tiles(Tile(64, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1)),
+        64: Tiles(Tile(128, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), use_tma=False),
+        128: Tiles(Tile(128, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1), use_tma=False),
+        256: Tiles(Tile(64, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1), use_tma=False),
     },
+}
+
+# Every architecture: exact fp32 products do not use tensor cores. Not measured.
+FP32 = {
+    64: Tiles(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1), use_tma=False),
+    128: Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), use_tma=False),
+    256: Tiles(Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 32, 4, 1), use_tma=False),
 }
 
 

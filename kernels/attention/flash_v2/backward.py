@@ -1,8 +1,8 @@
 """The backward kernels and their launches: delta, then dK and dV by key tile, then dQ by query tile.
 
-Seven matrix products where five would do, so that no two programs write the same element: no atomics, the same bits every
-run. The scores are computed as S^T = K Q^T for dK and dV, so no accumulator is ever transposed. dS stays in units of
-P * dP, which fp16 holds; the softmax scale is applied in fp32 at the end.
+Seven matrix products where five would do, so that no two programs write the same element: no atomics, the
+same bits every run. For dK and dV the scores are computed as S^T = K Q^T, so no accumulator is ever
+transposed. dS stays in units of P * dP, which fp16 holds; the softmax scale is applied in fp32 at the end.
 Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2. NOTES.md has the derivation.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..geometry import block_of_step, block_ranges, key_bounds, mask_arguments, query_bounds, steps, visible
 from ..tiles import Tiles
-from .descriptors import addressable, describe, padded_head_dim
+from .views import addressable, load_tile, padded_head_dim, store_tile, view
 
 DELTA_ROWS = 64
 
@@ -23,27 +23,24 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _load_rows(ptr, i_M, q_len, MASKED: tl.constexpr):
+def _load_rows(ptr, i_M, q_len, CLIP: tl.constexpr):
     """Loads one number per query row; 0, which keeps all that follows finite, beyond the last row."""
-    if MASKED:
-        rows_M = tl.load(ptr + i_M, mask=i_M < q_len, other=0.0)
-    else:
-        rows_M = tl.load(ptr + i_M)
-    return rows_M
+    return tl.load(ptr + i_M, mask=i_M < q_len, other=0.0) if CLIP else tl.load(ptr + i_M)
 
 
 @triton.jit
 def _bwd_delta_kernel(
-    out_desc, dout_desc, lse_ptr, dlse_ptr, delta_ptr, q_len, num_q_heads, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
-):
+    out, dout, lse_ptr, dlse_ptr, delta_ptr, q_len, num_q_heads,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """delta = rowsum(dO * O) - dLSE; 0 in rows that saw no key. Grid (batch * heads * row blocks,)."""
     num_tiles = tl.cdiv(q_len, BLOCK_M)
     batch_head = tl.program_id(0) // num_tiles
     first = tl.program_id(0) % num_tiles * BLOCK_M
     b = batch_head // num_q_heads
     h = batch_head % num_q_heads
-    out_MD = out_desc.load([b, h, first, 0]).reshape(BLOCK_M, BLOCK_D).to(tl.float32)
-    dout_MD = dout_desc.load([b, h, first, 0]).reshape(BLOCK_M, BLOCK_D).to(tl.float32)
+    out_MD = load_tile(out, b, h, first, BLOCK_M, BLOCK_D, True).to(tl.float32)
+    dout_MD = load_tile(dout, b, h, first, BLOCK_M, BLOCK_D, True).to(tl.float32)
 
     i_M = first + tl.arange(0, BLOCK_M)
     row = batch_head.to(tl.int64) * q_len
@@ -55,18 +52,18 @@ def _bwd_delta_kernel(
 
 @triton.jit
 def _add_queries(
-    dk_ND, dv_ND, k_ND, v_ND, q_desc, dout_desc, lse_ptr, delta_ptr, b, h, j_N, blocks, mask, q_len, scale_log2e,
+    dk_ND, dv_ND, k_ND, v_ND, q, dout, lse_ptr, delta_ptr, b, h, j_N, blocks, mask, scale_log2e,
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Adds what query blocks of head h give to a key tile's dK and dV: those that need a mask, or those free of one."""
+    """Adds to a key tile's dK and dV what a head's query blocks give: those that need a mask, or the free."""
     start, stop = steps(blocks, MASKED)
     for step in range(start, stop):
         i = block_of_step(step, blocks, MASKED) * BLOCK_M
         i_M = i + tl.arange(0, BLOCK_M)
-        q_MD = q_desc.load([b, h, i, 0]).reshape(BLOCK_M, BLOCK_D)
-        dout_MD = dout_desc.load([b, h, i, 0]).reshape(BLOCK_M, BLOCK_D)
-        lse_M = _load_rows(lse_ptr, i_M, q_len, MASKED)
-        delta_M = _load_rows(delta_ptr, i_M, q_len, MASKED)
+        q_MD = load_tile(q, b, h, i, BLOCK_M, BLOCK_D, MASKED)
+        dout_MD = load_tile(dout, b, h, i, BLOCK_M, BLOCK_D, MASKED)
+        lse_M = _load_rows(lse_ptr, i_M, mask[0], MASKED)
+        delta_M = _load_rows(delta_ptr, i_M, mask[0], MASKED)
         s_NM = tl.dot(k_ND, q_MD.T, input_precision="ieee")
         p_NM = tl.exp2(s_NM * scale_log2e - (lse_M * LOG2_E)[None, :])
         if MASKED:
@@ -80,12 +77,15 @@ def _add_queries(
 
 @triton.jit
 def _bwd_dkdv_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, scale, scale_log2e,
+    q, k, v, dout, dk, dv, lse_ptr, delta_ptr, scale, scale_log2e,
     q_len, kv_len, num_kv_heads, group_size, left, right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * key heads * key tiles,): a program sums over the query heads of its group, in fp32 and in order."""
+    """Writes one tile of dk and dv, summed over the query heads of its group in fp32 and in order.
+
+    Grid (batch * key heads * key tiles,), the first key tile, the longest if causal, first.
+    """
     num_tiles = tl.cdiv(kv_len, BLOCK_N)
     batch_head = tl.program_id(0) // num_tiles
     first = tl.program_id(0) % num_tiles * BLOCK_N
@@ -97,8 +97,8 @@ def _bwd_dkdv_kernel(
     blocks = block_ranges(*query_bounds(first, *mask), *query_bounds(last, *mask), BLOCK_M)
 
     j_N = first + tl.arange(0, BLOCK_N)
-    k_ND = k_desc.load([b, h_kv, first, 0]).reshape(BLOCK_N, BLOCK_D)
-    v_ND = v_desc.load([b, h_kv, first, 0]).reshape(BLOCK_N, BLOCK_D)
+    k_ND = load_tile(k, b, h_kv, first, BLOCK_N, BLOCK_D, True)
+    v_ND = load_tile(v, b, h_kv, first, BLOCK_N, BLOCK_D, True)
     dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in range(group_size):
@@ -106,25 +106,25 @@ def _bwd_dkdv_kernel(
         row = (batch_head.to(tl.int64) * group_size + member) * q_len
         for masked in tl.static_range(2):
             dk_ND, dv_ND = _add_queries(
-                dk_ND, dv_ND, k_ND, v_ND, q_desc, dout_desc, lse_ptr + row, delta_ptr + row, b, h, j_N, blocks, mask,
-                q_len, scale_log2e, masked, BLOCK_M, BLOCK_D,
+                dk_ND, dv_ND, k_ND, v_ND, q, dout, lse_ptr + row, delta_ptr + row, b, h, j_N, blocks, mask,
+                scale_log2e, masked, BLOCK_M, BLOCK_D,
             )  # fmt: skip
 
-    dk_desc.store([b, h_kv, first, 0], (dk_ND * scale).to(dk_desc.dtype).reshape(1, 1, BLOCK_N, BLOCK_D))
-    dv_desc.store([b, h_kv, first, 0], dv_ND.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, BLOCK_D))
+    store_tile(dk, dk_ND * scale, b, h_kv, first, BLOCK_N, BLOCK_D)
+    store_tile(dv, dv_ND, b, h_kv, first, BLOCK_N, BLOCK_D)
 
 
 @triton.jit
 def _add_keys(
-    dq_MD, q_MD, dout_MD, lse_M, delta_M, k_desc, v_desc, b, h_kv, i_M, blocks, mask, scale_log2e,
+    dq_MD, q_MD, dout_MD, lse_M, delta_M, k, v, b, h_kv, i_M, blocks, mask, scale_log2e,
     MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Adds what key blocks give to a query tile's dQ: those that need a mask, or those that are free of one."""
+    """Adds to a query tile's dQ what key blocks give: those that need a mask, or the free."""
     start, stop = steps(blocks, MASKED)
     for step in range(start, stop):
         j = block_of_step(step, blocks, MASKED) * BLOCK_N
-        k_ND = k_desc.load([b, h_kv, j, 0]).reshape(BLOCK_N, BLOCK_D)
-        v_ND = v_desc.load([b, h_kv, j, 0]).reshape(BLOCK_N, BLOCK_D)
+        k_ND = load_tile(k, b, h_kv, j, BLOCK_N, BLOCK_D, MASKED)
+        v_ND = load_tile(v, b, h_kv, j, BLOCK_N, BLOCK_D, MASKED)
         s_MN = tl.dot(q_MD, k_ND.T, input_precision="ieee")
         p_MN = tl.exp2(s_MN * scale_log2e - (lse_M * LOG2_E)[:, None])
         if MASKED:
@@ -138,12 +138,12 @@ def _add_keys(
 
 @triton.jit
 def _bwd_dq_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dq_desc, lse_ptr, delta_ptr, scale, scale_log2e,
+    q, k, v, dout, dq, lse_ptr, delta_ptr, scale, scale_log2e,
     q_len, kv_len, num_q_heads, group_size, left, right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * heads * query tiles,), in the forward's order."""
+    """Writes one tile of dq. Grid (batch * heads * query tiles,), in the forward's order."""
     num_tiles = tl.cdiv(q_len, BLOCK_M)
     batch_head = tl.program_id(0) // num_tiles
     first = (num_tiles - 1 - tl.program_id(0) % num_tiles) * BLOCK_M
@@ -159,15 +159,15 @@ def _bwd_dq_kernel(
     row = batch_head.to(tl.int64) * q_len
     lse_M = _load_rows(lse_ptr + row, i_M, q_len, True)
     delta_M = _load_rows(delta_ptr + row, i_M, q_len, True)
-    q_MD = q_desc.load([b, h, first, 0]).reshape(BLOCK_M, BLOCK_D)
-    dout_MD = dout_desc.load([b, h, first, 0]).reshape(BLOCK_M, BLOCK_D)
+    q_MD = load_tile(q, b, h, first, BLOCK_M, BLOCK_D, True)
+    dout_MD = load_tile(dout, b, h, first, BLOCK_M, BLOCK_D, True)
     dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for masked in tl.static_range(2):
         dq_MD = _add_keys(
-            dq_MD, q_MD, dout_MD, lse_M, delta_M, k_desc, v_desc, b, h_kv, i_M, blocks, mask, scale_log2e,
+            dq_MD, q_MD, dout_MD, lse_M, delta_M, k, v, b, h_kv, i_M, blocks, mask, scale_log2e,
             masked, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-    dq_desc.store([b, h, first, 0], (dq_MD * scale).to(dq_desc.dtype).reshape(1, 1, BLOCK_M, BLOCK_D))
+    store_tile(dq, dq_MD * scale, b, h, first, BLOCK_M, BLOCK_D)
 
 
 def backward(
@@ -189,27 +189,32 @@ def backward(
 
     delta = torch.empty_like(lse)
     grid = (batch * num_q_heads * triton.cdiv(q_len, DELTA_ROWS),)
+    out_view, dout_view = (view(x, DELTA_ROWS, tiles.use_tma) for x in (out, dout))
     _bwd_delta_kernel[grid](
-        describe(out, DELTA_ROWS), describe(dout, DELTA_ROWS), lse, dlse.contiguous(), delta, q_len, num_q_heads,
+        out_view, dout_view, lse, dlse.contiguous(), delta, q_len, num_q_heads,
         BLOCK_M=DELTA_ROWS, BLOCK_D=BLOCK_D,
     )  # fmt: skip
 
     shared = dict(
-        lse_ptr=lse, delta_ptr=delta, scale=scale, scale_log2e=scale * math.log2(math.e), q_len=q_len, kv_len=kv_len,
-        group_size=num_q_heads // num_kv_heads, **mask_arguments(left, right, q_len, kv_len), BLOCK_D=BLOCK_D,
+        lse_ptr=lse, delta_ptr=delta, scale=scale, scale_log2e=scale * math.log2(math.e),
+        q_len=q_len, kv_len=kv_len, group_size=num_q_heads // num_kv_heads,
+        **mask_arguments(left, right, q_len, kv_len), BLOCK_D=BLOCK_D,
     )  # fmt: skip
     if needs_dkdv:
         tile = tiles.dkdv
+        q_view, dout_view = (view(x, tile.BLOCK_M, tiles.use_tma) for x in (q, dout))
+        k_view, v_view, dk_view, dv_view = (view(x, tile.BLOCK_N, tiles.use_tma) for x in (k, v, dk, dv))
         grid = (batch * num_kv_heads * triton.cdiv(kv_len, tile.BLOCK_N),)
         _bwd_dkdv_kernel[grid](
-            describe(q, tile.BLOCK_M), describe(k, tile.BLOCK_N), describe(v, tile.BLOCK_N), describe(dout, tile.BLOCK_M),
-            describe(dk, tile.BLOCK_N), describe(dv, tile.BLOCK_N), num_kv_heads=num_kv_heads, **shared, **vars(tile),
+            q_view, k_view, v_view, dout_view, dk_view, dv_view,
+            num_kv_heads=num_kv_heads, **shared, **vars(tile),
         )  # fmt: skip
     if needs_dq:
         tile = tiles.dq
+        q_view, dout_view, dq_view = (view(x, tile.BLOCK_M, tiles.use_tma) for x in (q, dout, dq))
+        k_view, v_view = (view(x, tile.BLOCK_N, tiles.use_tma) for x in (k, v))
         grid = (batch * num_q_heads * triton.cdiv(q_len, tile.BLOCK_M),)
         _bwd_dq_kernel[grid](
-            describe(q, tile.BLOCK_M), describe(k, tile.BLOCK_N), describe(v, tile.BLOCK_N), describe(dout, tile.BLOCK_M),
-            describe(dq, tile.BLOCK_M), num_q_heads=num_q_heads, **shared, **vars(tile),
-        )  # fmt: skip
+            q_view, k_view, v_view, dout_view, dq_view, num_q_heads=num_q_heads, **shared, **vars(tile)
+        )
     return dq, dk, dv

@@ -1,6 +1,8 @@
-"""The forward kernel and its launch: one program per query tile and head, looping over the key blocks that it sees.
+"""The forward kernel and its launch: a program per query tile and head loops over the key blocks it sees.
 
-Source: FlashAttention-2 (arXiv:2307.08691), algorithm 1. Limits are stated in `variants`, tile sizes in `tiles`.
+What a problem may look like is stated in `variants`, which blocks to visit in `geometry`, tile sizes in
+`tiles`.
+Source: FlashAttention-2 (arXiv:2307.08691), algorithm 1.
 """
 
 import math
@@ -12,37 +14,41 @@ from torch import Tensor
 
 from ..geometry import block_of_step, block_ranges, key_bounds, mask_arguments, steps, visible
 from ..online_softmax import softmax_finish, softmax_start, softmax_update
-from ..tiles import Tile
-from .descriptors import addressable, describe, padded_head_dim
+from ..tiles import Tiles
+from .views import addressable, load_tile, padded_head_dim, store_tile, view
 
 
 @triton.jit
 def _attend(
-    acc_MD, row_max_M, row_sum_M, q_MD, k_desc, v_desc, b, h_kv, i_M, blocks, mask, scale_log2e,
+    acc_MD, row_max_M, row_sum_M, q_MD, k, v, b, h_kv, i_M, blocks, mask, scale_log2e,
     MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Folds key blocks into the output and the softmax state: those that need a mask, or those that are free of one."""
+    """Folds key blocks into output and softmax state: those that need a mask, or the free."""
     start, stop = steps(blocks, MASKED)
     for step in range(start, stop):
         j = block_of_step(step, blocks, MASKED) * BLOCK_N
-        k_ND = k_desc.load([b, h_kv, j, 0]).reshape(BLOCK_N, BLOCK_D)
+        k_ND = load_tile(k, b, h_kv, j, BLOCK_N, BLOCK_D, MASKED)
         s_MN = tl.dot(q_MD, k_ND.T, input_precision="ieee")
         if MASKED:
             j_N = j + tl.arange(0, BLOCK_N)
             s_MN = tl.where(visible(i_M[:, None], j_N[None, :], *mask), s_MN, float("-inf"))
         p_MN, rescale_M, row_max_M, row_sum_M = softmax_update(s_MN, row_max_M, row_sum_M, scale_log2e)
-        v_ND = v_desc.load([b, h_kv, j, 0]).reshape(BLOCK_N, BLOCK_D)
+        v_ND = load_tile(v, b, h_kv, j, BLOCK_N, BLOCK_D, MASKED)
         acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD * rescale_M[:, None], input_precision="ieee")
     return acc_MD, row_max_M, row_sum_M
 
 
 @triton.jit
 def _fwd_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, scale_log2e, q_len, kv_len, num_q_heads, group_size, left, right,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    q, k, v, out, lse_ptr, scale_log2e, q_len, kv_len, num_q_heads, group_size,
+    left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch * heads * query tiles,): head after head for L2, within a head the last tile, the longest if causal, first."""
+    """Writes one tile of out and lse. Grid (batch * heads * query tiles,).
+
+    Programs go head by head, so that K and V stay in L2, and in each head from the last tile, the longest if
+    causal, to the first.
+    """
     num_tiles = tl.cdiv(q_len, BLOCK_M)
     batch_head = tl.program_id(0) // num_tiles
     first = (num_tiles - 1 - tl.program_id(0) % num_tiles) * BLOCK_M
@@ -55,22 +61,22 @@ def _fwd_kernel(
     blocks = block_ranges(*key_bounds(first, *mask), *key_bounds(last, *mask), BLOCK_N)
 
     i_M = first + tl.arange(0, BLOCK_M)
-    q_MD = q_desc.load([b, h, first, 0]).reshape(BLOCK_M, BLOCK_D)
+    q_MD = load_tile(q, b, h, first, BLOCK_M, BLOCK_D, True)
     acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max_M, row_sum_M = softmax_start(BLOCK_M)
     for masked in tl.static_range(2):
         acc_MD, row_max_M, row_sum_M = _attend(
-            acc_MD, row_max_M, row_sum_M, q_MD, k_desc, v_desc, b, h_kv, i_M, blocks, mask, scale_log2e,
+            acc_MD, row_max_M, row_sum_M, q_MD, k, v, b, h_kv, i_M, blocks, mask, scale_log2e,
             masked, BLOCK_N, BLOCK_D,
         )  # fmt: skip
 
     out_MD, lse_M = softmax_finish(acc_MD, row_max_M, row_sum_M, scale_log2e)
-    out_desc.store([b, h, first, 0], out_MD.to(out_desc.dtype).reshape(1, 1, BLOCK_M, BLOCK_D))
+    store_tile(out, out_MD, b, h, first, BLOCK_M, BLOCK_D)
     tl.store(lse_ptr + batch_head.to(tl.int64) * q_len + i_M, lse_M, mask=i_M < q_len)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, left: int | None, right: int | None, scale: float, tile: Tile
+    q: Tensor, k: Tensor, v: Tensor, left: int | None, right: int | None, scale: float, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
     """Returns out (B, Sq, Hq, D) in q's dtype, contiguous, and the natural-log LSE (B, Hq, Sq) in fp32."""
     batch, q_len, num_q_heads, _ = q.shape
@@ -80,10 +86,13 @@ def forward(
     if kv_len == 0 or out.numel() == 0:
         return out.zero_(), lse.fill_(-math.inf)
     q, k, v = addressable(q), addressable(k), addressable(v)
+    tile = tiles.forward
+    q_view, out_view = (view(x, tile.BLOCK_M, tiles.use_tma) for x in (q, out))
+    k_view, v_view = (view(x, tile.BLOCK_N, tiles.use_tma) for x in (k, v))
     grid = (batch * num_q_heads * triton.cdiv(q_len, tile.BLOCK_M),)
     _fwd_kernel[grid](
-        describe(q, tile.BLOCK_M), describe(k, tile.BLOCK_N), describe(v, tile.BLOCK_N), describe(out, tile.BLOCK_M), lse,
-        scale * math.log2(math.e), q_len, kv_len, num_q_heads, num_q_heads // num_kv_heads,
+        q_view, k_view, v_view, out_view, lse, scale * math.log2(math.e),
+        q_len, kv_len, num_q_heads, num_q_heads // num_kv_heads,
         **mask_arguments(left, right, q_len, kv_len), BLOCK_D=padded_head_dim(q), **vars(tile),
     )  # fmt: skip
     return out, lse

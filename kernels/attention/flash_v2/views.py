@@ -1,0 +1,77 @@
+"""Tensors (B, S, H, D) as the kernels see them: tiles of consecutive rows of one head, zero beyond the ends.
+
+A view is a tensor descriptor, which becomes TMA, or plain pointers with strides, which pipeline well where
+there is no TMA. Both address in 64 bits and pad the head dimension to a power of two. What neither can
+address as it stands is copied.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+ALIGNMENT_BYTES = 16
+
+
+def addressable(x_BSHD: Tensor) -> Tensor:
+    """Returns x, or a copy if its last stride is not 1, a dimension is broadcast or rows are misaligned."""
+    outer = [step for step, size in zip(x_BSHD.stride()[:-1], x_BSHD.shape[:-1], strict=True) if size > 1]
+    fits = (
+        x_BSHD.stride(-1) == 1
+        and x_BSHD.data_ptr() % ALIGNMENT_BYTES == 0
+        and all(step > 0 and step * x_BSHD.element_size() % ALIGNMENT_BYTES == 0 for step in outer)
+    )
+    return x_BSHD if fits else x_BSHD.clone(memory_format=torch.contiguous_format)
+
+
+def padded_head_dim(x_BSHD: Tensor) -> int:
+    return triton.next_power_of_2(max(x_BSHD.shape[-1], 16))
+
+
+def view(x_BSHD: Tensor, rows: int, use_tma: bool) -> TensorDescriptor | tuple:
+    """The kernel argument for an addressable, non-empty x that is read or written `rows` rows at a time."""
+    x_BHSD = x_BSHD.transpose(1, 2)
+    if not use_tma:
+        return x_BHSD, *x_BHSD.stride()[:-1], *x_BHSD.shape[2:]
+    # The stride of a dimension of size 1 is never used, but has to look aligned.
+    strides = [
+        step if size > 1 else ALIGNMENT_BYTES
+        for step, size in zip(x_BHSD.stride()[:-1], x_BHSD.shape[:-1], strict=True)
+    ]
+    return TensorDescriptor(x_BHSD, list(x_BHSD.shape), [*strides, 1], [1, 1, rows, padded_head_dim(x_BSHD)])
+
+
+@triton.jit
+def load_tile(x, b, h, first, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CLIP: tl.constexpr):
+    """Rows [first, first + ROWS) of head h; CLIP says that they may reach past the last row."""
+    if isinstance(x, tl.tensor_descriptor):
+        tile = x.load([b, h, first, 0]).reshape(ROWS, BLOCK_D)
+    else:
+        ptrs, inside = _addresses(x, b, h, first, ROWS, BLOCK_D, CLIP)
+        tile = tl.load(ptrs, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_tile(x, tile, b, h, first, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Writes rows [first, first + ROWS) of head h in x's dtype, as far as they exist."""
+    if isinstance(x, tl.tensor_descriptor):
+        x.store([b, h, first, 0], tile.to(x.dtype).reshape(1, 1, ROWS, BLOCK_D))
+    else:
+        ptrs, inside = _addresses(x, b, h, first, ROWS, BLOCK_D, True)
+        tl.store(ptrs, tile.to(ptrs.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _addresses(x, b, h, first, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CLIP: tl.constexpr):
+    ptr, stride_b, stride_h, stride_s, num_rows, head_dim = x
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK_D)[None, :]
+    ptr += tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h
+    ptr += tl.cast(first, tl.int64) * stride_s
+    ptrs = ptr + (row.to(tl.int64) * stride_s + column)
+    inside = column < head_dim
+    if CLIP:
+        inside = inside & (row < num_rows - first)
+    return ptrs, inside
