@@ -56,7 +56,7 @@ class TokenStream:
         return (self.num_tokens - 1) // sequence_length
 
     def row(self, i: int, sequence_length: int) -> np.ndarray:
-        """(sequence_length + 1,) row i, a view: all but last token are inputs, all but first targets."""
+        """(sequence_length + 1,) row i, a view: inputs without the last token, targets without the first."""
         start = i * sequence_length
         return self.tokens[start : start + sequence_length + 1]
 
@@ -89,7 +89,8 @@ def open_corpus(
 ) -> Corpus:
     """The corpus in `cache_dir`, built there if need be; of several processes one builds and the others wait.
 
-    `validation_fraction` of the documents, and at least one, are held out for validation.
+    `validation_fraction` of the documents, and at least one, are held out for validation. The source's files
+    are hashed each time, which takes a second or two for a gigabyte.
     Raises UserError if the source cannot be read or has fewer than two different documents, if the fraction
     is not between 0 and 1, or if the folder cannot be written.
     """
@@ -105,7 +106,7 @@ def open_corpus(
                     _build(folder, source, tokenizer, validation_fraction)
         except OSError as error:
             raise UserError(f"data.cache_dir={cache_dir} cannot hold the corpus: {error}.") from error
-    return _load(folder)
+    return _load(folder, source, tokenizer)
 
 
 def _build(folder: Path, source: Source, tokenizer: Tokenizer, validation_fraction: float) -> None:
@@ -123,7 +124,6 @@ def _build(folder: Path, source: Source, tokenizer: Tokenizer, validation_fracti
         meta = {
             "source": source.label,
             "tokenizer": tokenizer.name,
-            "dtype": tokenizer.dtype.name,
             "num_empty": fate.count(EMPTY),
             "num_repeated": fate.count(REPEATED),
             "num_bytes": {split: writer.finish() for split, writer in writers.items()},
@@ -189,15 +189,16 @@ class _StreamWriter:
         self._texts, self._num_characters = [], 0
 
 
-def _load(folder: Path) -> Corpus:
+def _load(folder: Path, source: Source, tokenizer: Tokenizer) -> Corpus:
+    """Source and tokenizer go by their present names; meta.json has those of the time of building."""
     meta = json.loads((folder / "meta.json").read_text())
     streams = {}
     for split, num_bytes in meta["num_bytes"].items():
         tokens_file, offsets_file = _stream_files(folder, split)
-        tokens = np.memmap(tokens_file, meta["dtype"], "r")
+        tokens = np.memmap(tokens_file, tokenizer.dtype, "r")
         streams[split] = TokenStream(tokens, np.load(offsets_file), num_bytes)
-    kept = {key: meta[key] for key in ("source", "tokenizer", "num_empty", "num_repeated")}
-    return Corpus(folder.name, **kept, **streams)
+    left_out = {key: meta[key] for key in ("num_empty", "num_repeated")}
+    return Corpus(folder.name, source.label, tokenizer.name, **left_out, **streams)
 
 
 def _stream_files(folder: Path, split: str) -> tuple[Path, Path]:

@@ -100,7 +100,7 @@ def _files_of_one_kind(folder: Path) -> dict[str, Path]:
         raise UserError(f"data.path={folder} needs {_either(KINDS)} files of one kind and holds {found}.")
     others = [name for name in everything if name not in files]
     if others:
-        log.warning("%d files in %s are no %s and not read, like %s", len(others), folder, *kinds, others[0])
+        log.warning("%s: only %s is read; left out: %d, such as %s", folder, kinds[0], len(others), others[0])
     return files
 
 

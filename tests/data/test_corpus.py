@@ -172,6 +172,13 @@ def test_second_opening_reads_the_cache(source, cache):
     np.testing.assert_array_equal(found.train.tokens, built.train.tokens)
 
 
+def test_moved_source_finds_its_corpus_and_goes_by_its_new_name(source, cache, tmp_path):
+    opened(source, cache)
+    moved = text_source((tmp_path / "texts").rename(tmp_path / "elsewhere"))
+    found = opened(moved, cache, Failing(AssertionError("tokenized again")))
+    assert found.source == str(tmp_path / "elsewhere")
+
+
 def test_any_change_makes_another_corpus(tmp_path, cache):
     class Other(ByteTokenizer):
         fingerprint = "other"

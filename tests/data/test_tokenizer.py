@@ -99,11 +99,13 @@ def test_byte_level_counts_added_text_and_half_characters(tmp_path):
 
 
 def test_large_vocabularies_take_uint32(tmp_path):
-    large = byte_level()
-    large.add_tokens([f"word{i}" for i in range(1 << 16)])
+    pieces = ["<s>", *(f"piece {i}" for i in range(1 << 16)), *"abc"]
+    large = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    large.pre_tokenizer, large.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    large.add_special_tokens(["<s>"])
     tokenizer = load_tokenizer(saved(large, tmp_path))
     assert tokenizer.dtype == np.uint32
-    assert tokenizer.encode("word65535").tolist() == [tokenizer.vocab_size - 1]
+    assert tokenizer.encode("abc").tolist() == [65537, 65538, 65539]
 
 
 def test_fingerprint_is_of_the_content(tmp_path):
