@@ -15,16 +15,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from flashtrain import device, runs
+from flashtrain import runs
 from flashtrain.errors import UserError
 from flashtrain.evaluation.options import EvalOptions
-from flashtrain.kernels.attention import AttentionSpec, Intervals, refusal, supporting
 from flashtrain.model.options import ModelOptions
 from flashtrain.training.optim import OptimizerOptions
 from flashtrain.training.schedule import ScheduleOptions
 
 # What a command may change on a finished or interrupted run; everything else makes it another run.
-CHANGEABLE = ("attention", "trainer", "eval", "generate", "logger", "run", "resume", "output")
+CHANGEABLE = ("attention", "trainer", "eval", "generate", "logger", "checkpoint", "run", "resume", "output")
 
 
 @dataclass
@@ -49,8 +48,8 @@ class DataConfig:
 class TextDataConfig(DataConfig):
     path: str
     """A text, jsonl or parquet file, or a folder of them."""
-    column: str
-    """The field of a jsonl or parquet row that holds the text."""
+    column: str | None
+    """The field of a jsonl or parquet row that holds the text; null: `text`."""
 
 
 @dataclass
@@ -120,6 +119,8 @@ class Config:
     """Folder of an interrupted run to continue."""
     run: str | None
     """Folder of a finished run to evaluate or to sample from."""
+    checkpoint: str
+    """Which weights of that run: last, or best, the ones with the lowest validation loss."""
 
 DATA_SCHEMAS = {"stdlib": DataConfig, "text": TextDataConfig}
 
@@ -234,7 +235,7 @@ def contradictions(config: Config) -> list[str]:
         *sizes,
         *config.model.validate(),
         *config.optimizer.validate(),
-        *config.schedule.validate(train.steps),
+        *config.schedule.validate(),
         *config.eval.validate(max_positions),
     ]
 

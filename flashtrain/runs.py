@@ -4,6 +4,7 @@
 """
 
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -18,26 +19,42 @@ from flashtrain.errors import UserError
 
 CONFIG_FILE = "config.yaml"
 PROVENANCE_FILE = "provenance.json"
+CHECKPOINT_FOLDER = "checkpoints"
+CHECKPOINTS = ("last", "best")
+LOG_FOLDER = "logs"
+EVALUATION_FOLDER = "evaluation"
+SAMPLE_FILE = "sample.txt"
 PACKAGES = ("torch", "triton", "lightning", "hydra-core", "datasets", "tokenizers", "numpy")
 
 
 def new_folder(output: str | None, label: str) -> Path:
     """Make and return the folder of a new run: `output`, or runs/TIME_label; never one that exists."""
-    if output is not None:
+    if output is None:
+        return stamped_folder(Path("runs"), label)
+    try:
+        Path(output).mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(f"output={output} exists; name another folder, or say resume={output} to continue it.") from None
+    return Path(output)
+
+
+def stamped_folder(parent: Path, label: str) -> Path:
+    """Make and return parent/TIME_label, with a number behind it where another process has just taken that name."""
+    stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{label}"
+    for number in itertools.count(1):
+        folder = parent / (stem if number == 1 else f"{stem}-{number}")
         try:
-            Path(output).mkdir(parents=True)
-        except FileExistsError:
-            raise UserError(f"output={output} exists; name another folder, or say resume={output} to continue it") from None
-        return Path(output)
-    stem = Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{label}"
-    stem.parent.mkdir(exist_ok=True)
-    for folder in (stem, *(stem.with_name(f"{stem.name}-{number}") for number in range(2, 1000))):
-        try:
-            folder.mkdir()
+            folder.mkdir(parents=True)
         except FileExistsError:
             continue
         return folder
-    raise UserError(f"{stem} and 998 folders after it exist; say output=DIR")
+
+
+def checkpoint(folder: Path, name: str) -> Path:
+    """The path of a run's checkpoint `last` or `best`."""
+    if name not in CHECKPOINTS:
+        raise UserError(f"checkpoint is {name}; allowed are {' and '.join(CHECKPOINTS)}.")
+    return folder / CHECKPOINT_FOLDER / f"{name}.ckpt"
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -58,6 +75,10 @@ def provenance(**facts: object) -> dict[str, object]:
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         **facts,
     }
+
+
+def write_provenance(folder: Path, facts: dict[str, object]) -> None:
+    write_whole(folder / PROVENANCE_FILE, json.dumps(facts, indent=2) + "\n")
 
 
 def read_provenance(folder: Path) -> dict[str, object]:

@@ -16,6 +16,7 @@ VOCABULARY_MULTIPLE = 64
 class ModelOptions:
     """Architecture of a decoder. None means what the field's comment says; `resolve` writes it out."""
 
+    name: str  # what reports and folders call it
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -60,8 +61,8 @@ class ModelOptions:
             )
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             problems.append(
-                f"model.num_heads={self.num_heads} is not divisible by model.num_kv_heads={self.num_kv_heads}; "
-                "every key-value head serves the same number of query heads"
+                f"model.num_heads={self.num_heads} is not a multiple of "
+                f"model.num_kv_heads={self.num_kv_heads}; change one of them"
             )
         if self.positions == "learned" and self.max_positions is None:
             problems.append("model.positions=learned needs model.max_positions, the longest sequence")
@@ -72,10 +73,10 @@ class ModelOptions:
         return problems
 
     def resolve(self) -> "ModelOptions":
-        """Return the options with every None written out, and None for the keys of the positions not chosen."""
+        """Return the options with each None written out, and None for the key of the positions not chosen."""
         mlp_hidden_size = {
             "gelu": 4 * self.hidden_size,
-            "swiglu": _round_up(math.ceil(8 * self.hidden_size / 3), 64),
+            "swiglu": _round_up(8 * self.hidden_size / 3, 64),
         }[self.mlp]
         return replace(
             self,
@@ -87,5 +88,5 @@ class ModelOptions:
         )
 
 
-def _round_up(size: int, multiple: int) -> int:
+def _round_up(size: float, multiple: int) -> int:
     return math.ceil(size / multiple) * multiple

@@ -1,0 +1,135 @@
+"""What a Config stands for: its data, its model with the attention bound to it, its loss and its scorer.
+
+The verbs share these steps; from here on code takes plain arguments.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flashtrain import device as devices
+from flashtrain import runs
+from flashtrain.config import Config, DataConfig, TextDataConfig
+from flashtrain.data.corpus import Corpus, open_corpus
+from flashtrain.data.documents import stdlib_source, text_source
+from flashtrain.data.tokenizer import Tokenizer, load_tokenizer
+from flashtrain.device import Device
+from flashtrain.errors import UserError
+from flashtrain.evaluation.scoring import NllFunction
+from flashtrain.kernels.attention import AttentionSpec, Intervals, attention, require, resolve
+from flashtrain.model.gpt import GPT
+from flashtrain.model.head import token_nll
+from flashtrain.model.options import ModelOptions
+from flashtrain.training.checkpoint import load_weights
+
+CAUSAL = Intervals.causal()
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Everything that a Config makes, in the order in which it can fail."""
+
+    device: Device
+    tokenizer: Tokenizer
+    corpus: Corpus
+    variant: str
+    """The attention variant, never auto."""
+    model: GPT
+
+
+def assemble(config: Config, *, trains: bool) -> Assembly:
+    """Make it all; weights are drawn from `config.seed`. The lengths are those of evaluation and, if it trains, of rows."""
+    device = devices.resolve(config.trainer.device, config.trainer.precision, config.trainer.compile)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    options = resolve_model(config.model, tokenizer)
+    lengths = [*config.eval.lengths, config.train.sequence_length]
+    variant = choose_attention(config.attention.variant, options, device, lengths, trains=trains)
+    corpus = open_data(config.data, tokenizer)
+    torch.manual_seed(config.seed)
+    return Assembly(device, tokenizer, corpus, variant, build_model(options, variant, device))
+
+
+def assemble_run(config: Config) -> tuple[Assembly, int]:
+    """Make what the finished run `config.run` used, with its weights; the second is the step they are from."""
+    if config.run is None:
+        raise UserError("which run is meant? Say run=DIR, a folder that train.py made.")
+    assembly = assemble(config, trains=False)
+    step = load_weights(assembly.model, runs.checkpoint(Path(config.run), config.checkpoint))
+    assembly.model.eval()
+    return assembly, step
+
+
+def open_data(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
+    """The tokenized corpus, built or found in the cache."""
+    source = text_source(data.path, data.column) if isinstance(data, TextDataConfig) else stdlib_source()
+    return open_corpus(
+        source, tokenizer, cache_dir=data.cache_dir, validation_fraction=data.validation_fraction
+    )
+
+
+def resolve_model(options: ModelOptions, tokenizer: Tokenizer) -> ModelOptions:
+    """The options with every null written out; a vocabulary of null is the tokenizer's.
+
+    Raises UserError where the vocabulary is too small for the tokenizer.
+    """
+    vocab_size = options.vocab_size or tokenizer.vocab_size
+    if vocab_size < tokenizer.vocab_size:
+        raise UserError(
+            f"model.vocab_size is {vocab_size} and tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens; "
+            "say model.vocab_size=null to take the tokenizer's."
+        )
+    return dataclasses.replace(options, vocab_size=vocab_size).resolve()
+
+
+def choose_attention(
+    variant: str, model: ModelOptions, device: Device, lengths: Sequence[int], *, trains: bool
+) -> str:
+    """The variant for causal rows of each of `lengths`; `auto` is settled by the longest.
+
+    Raises Unsupported, naming the variants that would do, where it cannot serve one of them.
+    """
+    specs = [
+        AttentionSpec.on(
+            device.type,
+            dtype=device.dtype,
+            head_dim=model.head_dim,
+            num_q_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            q_len=length,
+            kv_len=length,
+            intervals=CAUSAL,
+            needs_grad=trains,
+        )
+        for length in sorted(lengths, reverse=True)
+    ]
+    name = resolve(variant, specs[0])
+    for spec in specs:
+        require(name, spec)
+    return name
+
+
+def build_model(options: ModelOptions, variant: str, device: Device) -> GPT:
+    """The model on its device, weights drawn from the global generator, attention bound to `variant`."""
+    model = GPT(options, functools.partial(attention, intervals=CAUSAL, variant=variant)).to(device.type)
+    if device.compile:
+        model.compile()
+    return model
+
+
+def scorer(model: GPT, device: Device, chunk_size: int) -> NllFunction:
+    """The negative log-likelihoods that an evaluation asks for: (B, L) inputs and targets -> (B, L) nats, fp32."""
+
+    @torch.no_grad()
+    def nll(inputs_BL: Tensor, targets_BL: Tensor) -> Tensor:
+        targets_BL = targets_BL.to(device.type)
+        with device.autocast():
+            hidden = model(inputs_BL.to(device.type)).flatten(0, 1)
+            rows = token_nll(hidden, model.head_weight, targets_BL.flatten(), model.options.vocab_size, chunk_size)
+        return rows.view_as(targets_BL)
+
+    return nll

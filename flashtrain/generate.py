@@ -1,0 +1,40 @@
+"""Sample text from a finished run.
+
+`python -m flashtrain.generate run=DIR [generate.prompt=TEXT] [generate.num_tokens=N]`
+"""
+
+import sys
+
+import numpy as np
+import torch
+
+from flashtrain.assembly import Assembly, assemble_run
+from flashtrain.config import Config, GenerateConfig
+from flashtrain.entry import main
+from flashtrain.model.sampling import generate
+
+
+def run(config: Config) -> None:
+    """Print the prompt and its continuation."""
+    made, _ = assemble_run(config)
+    sys.stdout.write(sample(made, config.generate, config.train.sequence_length, config.seed) + "\n")
+
+
+def sample(made: Assembly, options: GenerateConfig, context_length: int, seed: int) -> str:
+    """The prompt and its continuation, as the beginning of a document; the same text for the same seed and device."""
+    prompt = np.concatenate([[made.tokenizer.prefix_id], made.tokenizer.encode(options.prompt)]).astype(np.int64)
+    with made.device.autocast():
+        tokens = generate(
+            made.model,
+            torch.from_numpy(prompt).to(made.device.type),
+            options.num_tokens,
+            options.temperature,
+            options.top_k,
+            torch.Generator(made.device.type).manual_seed(seed),
+            context_length,
+        )
+    return options.prompt + made.tokenizer.decode(tokens.tolist())
+
+
+if __name__ == "__main__":
+    main(run)
