@@ -101,7 +101,8 @@ def test_byte_level_counts_added_text_and_half_characters(tmp_path):
 def test_large_vocabularies_take_uint32(tmp_path):
     pieces = ["<s>", *(f"piece {i}" for i in range(1 << 16)), *"abc"]
     large = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
-    large.pre_tokenizer, large.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    large.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    large.decoder = decoders.ByteLevel()
     large.add_special_tokens(["<s>"])
     tokenizer = load_tokenizer(saved(large, tmp_path))
     assert tokenizer.dtype == np.uint32
