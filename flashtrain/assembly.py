@@ -43,7 +43,7 @@ class Assembly:
 
 
 def assemble(config: Config, *, trains: bool) -> Assembly:
-    """Make it all; weights are drawn from `config.seed`. The lengths are those of evaluation and, if it trains, of rows."""
+    """Make it all, for rows of the training length and of the lengths to evaluate; the seed draws weights."""
     device = devices.resolve(config.trainer.device, config.trainer.precision, config.trainer.compile)
     tokenizer = load_tokenizer(config.data.tokenizer)
     options = resolve_model(config.model, tokenizer)
@@ -55,7 +55,7 @@ def assemble(config: Config, *, trains: bool) -> Assembly:
 
 
 def assemble_run(config: Config) -> tuple[Assembly, int]:
-    """Make what the finished run `config.run` used, with its weights; the second is the step they are from."""
+    """Make what the finished run `config.run` used, with its weights, and the step these are from."""
     if config.run is None:
         raise UserError("which run is meant? Say run=DIR, a folder that train.py made.")
     assembly = assemble(config, trains=False)
@@ -80,8 +80,8 @@ def resolve_model(options: ModelOptions, tokenizer: Tokenizer) -> ModelOptions:
     vocab_size = options.vocab_size or tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
         raise UserError(
-            f"model.vocab_size is {vocab_size} and tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens; "
-            "say model.vocab_size=null to take the tokenizer's."
+            f"model.vocab_size is {vocab_size} and tokenizer {tokenizer.name} has {tokenizer.vocab_size} "
+            "tokens; say model.vocab_size=null to take the tokenizer's."
         )
     return dataclasses.replace(options, vocab_size=vocab_size).resolve()
 
@@ -122,14 +122,15 @@ def build_model(options: ModelOptions, variant: str, device: Device) -> GPT:
 
 
 def scorer(model: GPT, device: Device, chunk_size: int) -> NllFunction:
-    """The negative log-likelihoods that an evaluation asks for: (B, L) inputs and targets -> (B, L) nats, fp32."""
+    """What an evaluation asks for: (B, L) inputs and targets -> their negative log-likelihoods in nats."""
 
     @torch.no_grad()
     def nll(inputs_BL: Tensor, targets_BL: Tensor) -> Tensor:
         targets_BL = targets_BL.to(device.type)
         with device.autocast():
             hidden = model(inputs_BL.to(device.type)).flatten(0, 1)
-            rows = token_nll(hidden, model.head_weight, targets_BL.flatten(), model.options.vocab_size, chunk_size)
+            vocab_size = model.options.vocab_size
+            rows = token_nll(hidden, model.head_weight, targets_BL.flatten(), vocab_size, chunk_size)
         return rows.view_as(targets_BL)
 
     return nll

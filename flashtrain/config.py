@@ -1,8 +1,8 @@
-"""The schema of every setting, and what makes a set of settings one run: known keys, saved run, contradictions.
+"""The schema of every setting, and what makes settings one run: known keys, a saved run, no contradictions.
 
-The dataclasses here are what Hydra checks each key and value against; YAML files in conf/ hold values only.
-`settle` turns what Hydra composed into a `Config`, taking a finished run's settings where `run` or `resume` names its
-folder, and raises every problem it finds at once. Only the verbs read a `Config`: below them code takes plain arguments.
+The dataclasses are what Hydra checks each key and value against; YAML files in conf/ hold values only. `settle`
+turns what Hydra composed into a `Config`, with a run's own settings where `run` or `resume` names its folder.
+Only the verbs read a `Config`: below them code takes plain arguments.
 """
 
 import difflib
@@ -29,7 +29,7 @@ CHANGEABLE = ("attention", "trainer", "eval", "generate", "logger", "checkpoint"
 @dataclass
 class AttentionConfig:
     variant: str
-    """A name of `flashtrain.kernels.attention.VARIANTS`, or auto: the fastest that can do it, and its reason is said."""
+    """A name of `flashtrain.kernels.attention.NAMES`; auto is the fastest that can do it, and is said."""
 
 
 @dataclass
@@ -126,7 +126,7 @@ DATA_SCHEMAS = {"stdlib": DataConfig, "text": TextDataConfig}
 
 
 def register() -> None:
-    """Give Hydra the schema: the root stands first in conf/config.yaml, a data source's own fields in its file."""
+    """Give Hydra the schema: the root, first in conf/config.yaml, and the data sources' own fields."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     store.store(group="schema/data", name="text", node=TextDataConfig, package="data")
@@ -135,18 +135,20 @@ def register() -> None:
 def settle(composed: DictConfig, overrides: list[str]) -> Config:
     """The settings of one run from what Hydra composed and the command line that it composed them from.
 
-    Where `resume` or `run` names a folder, that run's settings hold, with `CHANGEABLE` ones from the command line.
-    Raises UserError for an unknown key (also one added with +), a changed setting of a saved run, and, all at once,
-    every contradiction.
+    Where `resume` or `run` names a folder, its settings hold, but for `CHANGEABLE` ones that are given. Raises
+    UserError for an unknown key (also one added with +), for a changed setting of a saved run and, all at once,
+    for every contradiction.
     """
     _refuse_unknown_keys(composed)
     if composed.resume is not None and composed.run is not None:
-        raise UserError("resume and run are both set; resume continues training, run evaluates: name one of them.")
+        raise UserError("resume and run are both set; resume continues training, run evaluates: name one.")
     folder = composed.resume or composed.run
     config = OmegaConf.to_object(_of_saved_run(Path(folder), composed, overrides) if folder else composed)
     problems = contradictions(config)
+    if len(problems) > 1:
+        raise UserError("\n  - ".join(["these settings do not go together:", *problems]))
     if problems:
-        raise UserError(problems[0] if len(problems) == 1 else "\n  - ".join(["these settings do not go together:", *problems]))
+        raise UserError(problems[0])
     return config
 
 
@@ -160,8 +162,9 @@ def unknown_key(full_key: str, parent: DictConfig) -> str:
     where = f"{prefix}." if prefix else ""
     names = [str(name) for name in OmegaConf.get_type(parent).__dataclass_fields__]
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = f"did you mean {where}{near[0]}?" if near else f"allowed are {', '.join(where + n for n in names)}."
-    return f"there is no setting {full_key}; {hint}"
+    if near:
+        return f"there is no setting {full_key}; did you mean {where}{near[0]}?"
+    return f"there is no setting {full_key}; allowed are {', '.join(where + name for name in names)}."
 
 
 def _refuse_unknown_keys(node: DictConfig, prefix: str = "") -> None:
@@ -174,21 +177,21 @@ def _refuse_unknown_keys(node: DictConfig, prefix: str = "") -> None:
 
 
 def _of_saved_run(folder: Path, composed: DictConfig, overrides: list[str]) -> DictConfig:
-    """The saved settings of a run with the changeable ones of the command line; any other difference is refused."""
+    """The settings of a saved run, with the changeable ones of the command line; other changes are refused."""
     settings = _saved(folder)
     differences = []
     for override in OverridesParser.create().parse_overrides(overrides):
         key = override.key_or_group
         if key == "experiment":
-            raise UserError(f"experiment=... makes a new run; leave it out, since {folder} has its own settings.")
+            raise UserError(f"experiment=... makes a new run; leave it out: {folder} has its own settings.")
         if key.split(".")[0] in CHANGEABLE:
             OmegaConf.update(settings, key, OmegaConf.select(composed, key), merge=False)
         else:
             differences += _differences(key, OmegaConf.select(settings, key), OmegaConf.select(composed, key))
     if differences:
         raise UserError(
-            f"{folder} was made with other settings: {'; '.join(differences)}; leave them out, or start a new run "
-            f"(only {', '.join(CHANGEABLE[:5])} may change)."
+            f"{folder} was made with other settings: {'; '.join(differences)}; leave them out, or start a new "
+            f"run, since only {', '.join(CHANGEABLE)} may change."
         )
     return settings
 
@@ -203,7 +206,8 @@ def _saved(folder: Path) -> DictConfig:
         settings.data = OmegaConf.structured(DATA_SCHEMAS[values.data.source])
         return OmegaConf.merge(settings, values)
     except (OmegaConfBaseException, YAMLError, KeyError, AttributeError) as error:
-        raise UserError(f"{path} does not fit this version's settings: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} does not fit the settings of this version: {reason}") from None
 
 
 def _differences(key: str, saved: object, asked: object) -> list[str]:
@@ -215,31 +219,49 @@ def _differences(key: str, saved: object, asked: object) -> list[str]:
 
 def contradictions(config: Config) -> list[str]:
     """Every problem that the settings have together, one sentence each."""
-    train, sizes = config.train, []
-    for name in ("sequence_length", "tokens_per_step", "steps", "validate_every", "validation_tokens", "checkpoint_every",
-                 "log_every"):
-        if getattr(train, name) < 1:
-            sizes.append(f"train.{name} is {getattr(train, name)}; it must be at least 1.")
-    if not sizes and train.tokens_per_step % train.sequence_length:
-        sizes.append(
-            f"train.tokens_per_step is {train.tokens_per_step} and not a multiple of train.sequence_length "
-            f"{train.sequence_length}; the nearest that are: {_nearest_multiples(train.tokens_per_step, train.sequence_length)}."
-        )
     max_positions = config.model.max_positions if config.model.positions == "learned" else None
-    if max_positions is not None and train.sequence_length > max_positions:
-        sizes.append(
-            f"train.sequence_length is {train.sequence_length} and the model's learned positions end at {max_positions}; "
-            f"shorten it, or say model.positions=rope."
-        )
     return [
-        *sizes,
+        *_below_one("train", config.train),
+        *_below_one("trainer", config.trainer),
+        *_sizes(config.train, max_positions),
         *config.model.validate(),
         *config.optimizer.validate(),
         *config.schedule.validate(),
         *config.eval.validate(max_positions),
+        *_generation(config.generate),
     ]
 
 
-def _nearest_multiples(value: int, unit: int) -> str:
-    below = value // unit * unit
-    return f"{below} and {below + unit}" if below else f"{unit}"
+def _below_one(group: str, options: TrainConfig | TrainerConfig) -> list[str]:
+    """All integers of these groups count something of which there is at least one."""
+    return [
+        f"{group}.{name} is {value}; it must be at least 1."
+        for name, value in vars(options).items()
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1
+    ]
+
+
+def _sizes(train: TrainConfig, max_positions: int | None) -> list[str]:
+    length, tokens, problems = train.sequence_length, train.tokens_per_step, []
+    if length > 0 and tokens % length:
+        problems.append(
+            f"train.tokens_per_step is {tokens} and no multiple of train.sequence_length {length}; the next that "
+            f"is: train.tokens_per_step={(tokens // length + 1) * length}."
+        )
+    if max_positions is not None and length > max_positions:
+        problems.append(
+            f"train.sequence_length is {length} and the model's learned positions end at {max_positions}; "
+            "lower it, or say model.positions=rope."
+        )
+    return problems
+
+
+def _generation(generate: GenerateConfig) -> list[str]:
+    problems = []
+    if generate.num_tokens < 0:
+        problems.append(f"generate.num_tokens is {generate.num_tokens}; it must be 0 or more.")
+    if generate.temperature < 0:
+        problems.append(f"generate.temperature is {generate.temperature}; it must be 0 or more.")
+    if generate.top_k is not None and generate.top_k < 1:
+        problems.append(f"generate.top_k is {generate.top_k}; it must be at least 1, or null for all tokens.")
+    return problems

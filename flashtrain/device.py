@@ -1,4 +1,4 @@
-"""Where and how a run computes: device, precision and compilation, from what the user asked and what there is."""
+"""Where and how a run computes: device, precision, compilation; what the user asked, given what there is."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class Device:
 
 
 def resolve(device: str, precision: str, compile: bool | None) -> Device:
-    """The device that `auto` and null stand for here. Raises UserError for an unknown word or a missing GPU."""
+    """What `auto` and null stand for here. Raises UserError for an unknown word or a missing GPU."""
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"trainer.device is {device}; allowed are auto, cpu and cuda.")
     if precision not in ("auto", *DTYPES):

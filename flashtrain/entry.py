@@ -1,8 +1,8 @@
-"""How a command starts: Hydra composes conf/ with the command line, and a user's mistake ends in one sentence.
+"""How a command starts: Hydra composes conf/ with the command line; a user's mistake ends in one sentence.
 
-Every command is `main(verb)`. Hydra's and OmegaConf's errors are reworded here, with the nearest valid name; what
-the settings mean and which contradict one another is `config.py`'s to say. Any other exception is a bug and
-keeps its trace.
+Every command is `main(verb)`. Hydra's and OmegaConf's errors are reworded here, with the nearest valid name;
+what the settings mean and which contradict one another is for config.py to say. Any other exception is a bug
+and keeps its trace.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ CONF = Path(__file__).parent / "conf"
 
 
 def main(verb: Callable[[schema.Config], None]) -> None:
-    """Compose the configuration from `sys.argv`, check it and call `verb` with it; exit 1 on a user's mistake."""
+    """Compose the settings from `sys.argv`, check them, call `verb` with them; exit 1 on a user's mistake."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands exceptions on instead of printing them itself
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("flashtrain").setLevel(logging.INFO)

@@ -16,7 +16,7 @@ from flashtrain.evaluation.report import terminal_report, write_reports
 
 
 def run(config: Config) -> None:
-    """Score the validation documents with a run's weights; table on the terminal, files in a new folder of the run."""
+    """Score the validation documents with a run's weights: tables here, files in a new folder of the run."""
     console = Console()
     made, step = assemble_run(config)
     folder = runs.stamped_folder(Path(config.run) / runs.EVALUATION_FOLDER, made.variant)

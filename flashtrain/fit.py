@@ -89,7 +89,7 @@ def largest_part(total: int, at_most: int) -> int:
 
 
 def _folder(config: Config, made: Assembly) -> Path:
-    """The folder of this run with its settings saved; one that is resumed is checked to have the same corpus."""
+    """The folder of this run, with its settings saved; a resumed one has to have the same corpus."""
     if config.resume is not None:
         folder = Path(config.resume)
         trained_on = runs.read_provenance(folder)["corpus"]
@@ -118,7 +118,7 @@ def _checkpoint_to_resume(config: Config) -> Path | None:
 
 
 def _flops(model: GPT, sequence_length: int) -> dict[str, float]:
-    """FLOPs of a training token by the usual count, and counting only the keys that the causal mask shows."""
+    """FLOPs of a training token: the usual count, and one of only the keys that the causal mask shows."""
     options = model.options
     looked_up = model.position_embedding.weight.numel() if options.positions == "learned" else 0
     looked_up += 0 if options.tie_embeddings else model.token_embedding.weight.numel()

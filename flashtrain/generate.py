@@ -21,8 +21,9 @@ def run(config: Config) -> None:
 
 
 def sample(made: Assembly, options: GenerateConfig, context_length: int, seed: int) -> str:
-    """The prompt and its continuation, as the beginning of a document; the same text for the same seed and device."""
-    prompt = np.concatenate([[made.tokenizer.prefix_id], made.tokenizer.encode(options.prompt)]).astype(np.int64)
+    """The prompt and its continuation, as a document begins; the same for the same seed and device."""
+    tokenizer = made.tokenizer
+    prompt = np.concatenate([[tokenizer.prefix_id], tokenizer.encode(options.prompt)]).astype(np.int64)
     with made.device.autocast():
         tokens = generate(
             made.model,
@@ -33,7 +34,7 @@ def sample(made: Assembly, options: GenerateConfig, context_length: int, seed: i
             torch.Generator(made.device.type).manual_seed(seed),
             context_length,
         )
-    return options.prompt + made.tokenizer.decode(tokens.tolist())
+    return options.prompt + tokenizer.decode(tokens.tolist())
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def new_folder(output: str | None, label: str) -> Path:
     try:
         Path(output).mkdir(parents=True)
     except FileExistsError:
-        raise UserError(f"output={output} exists; name another folder, or say resume={output} to continue it.") from None
+        raise UserError(f"output={output} exists; name another, or say resume={output} to continue it.") from None
     return Path(output)
 
 
@@ -71,7 +71,7 @@ def provenance(**facts: object) -> dict[str, object]:
         "commit": _commit(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         **facts,
     }
