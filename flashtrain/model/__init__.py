@@ -1,1 +1,1 @@
-"""One decoder for GPT-2 and Llama-like families, its loss head and sampling; attention is a callable passed in."""
+"""One decoder for GPT-2 and Llama-like families, its loss head and sampling; attention is passed in."""

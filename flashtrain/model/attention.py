@@ -1,7 +1,7 @@
 """The attention layer: projections, QK norm and positions around an attention callable.
 
-The callable comes bound to its variant and mask, so this file knows neither. B batch, S sequence, Hq query heads,
-Hkv key-value heads, D head dimension, C hidden size.
+The callable comes bound to its variant and mask, so this file knows neither.
+B batch, S sequence, Hq query heads, Hkv key-value heads, D head dimension, C hidden size.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class AttentionLayer(nn.Module):
-    """Multi-head attention with grouped key-value heads: one projection in, views of it to the callable, one out."""
+    """Attention with grouped key-value heads: one projection in, views of it to the callable, one out."""
 
     def __init__(self, options: ModelOptions, attention: Attention):
         super().__init__()

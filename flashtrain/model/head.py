@@ -1,8 +1,9 @@
 """The language-model head: cross-entropy and next-token logits from hidden states, in chunks of rows.
 
-The logits of a long batch are the largest tensor of a training step: 32,768 rows of 50,304 are 3.1 GiB in bfloat16
-and as much again for their gradient. Here they exist one chunk at a time. The training loss computes its gradients
-in the same pass, since the softmax of a chunk is at hand only then (the idea of Liger-Kernel, arXiv 2410.10989).
+The logits of a long batch are the largest tensor of a training step: 32,768 rows of 50,304 are 3.1 GiB in
+bfloat16, and as much again for their gradient. Here they exist one chunk at a time, and the training loss
+computes its gradients while the chunk is at hand. Source: Liger-Kernel, arXiv 2410.10989.
+
 N rows, C hidden size, V padded vocabulary, n rows of one chunk.
 """
 
@@ -24,7 +25,7 @@ def summed_cross_entropy(
 ) -> Tensor:
     """Return the sum over rows of -log softmax(hidden weight^T)[target], differentiable in hidden and weight.
 
-    Matrix products run in autocast's dtype, everything else and the sums in float32 (float64 for float64 inputs).
+    Matrix products run in autocast's dtype, the rest in float32 (float64 for float64 inputs).
     Beyond the inputs it holds the gradients of both and 2 x chunk_size x V logits.
 
     Args:
@@ -114,7 +115,7 @@ def _nll(logits_nV: Tensor, targets_n: Tensor, vocab_size: int) -> Tensor:
 
 @_fused_on_cuda
 def _nll_and_gradient(logits_nV: Tensor, targets_n: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return what `_nll` does, and the gradient of its sum: p - onehot(target), in the dtype of the logits."""
+    """Return what `_nll` does and, in the dtype of the logits, the gradient of its sum: p - onehot."""
     log_p_nV = _log_probabilities(logits_nV, vocab_size)
     onehot_nV = torch.arange(logits_nV.shape[1], device=logits_nV.device) == targets_n[:, None]
     grad_nV = torch.where((targets_n != IGNORED)[:, None], log_p_nV.exp() - onehot_nV.to(log_p_nV.dtype), 0.0)

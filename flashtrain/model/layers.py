@@ -1,4 +1,4 @@
-"""The layers without a notion of position or sequence: norms and MLPs, and the dtype activations travel in."""
+"""The layers that know nothing of sequence: norms and MLPs, and the dtype that activations travel in."""
 
 import torch
 import torch.nn.functional as F

@@ -1,0 +1,60 @@
+import pytest
+from presets import NAMES, preset
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_presets_are_consistent(name):
+    assert preset(name).validate() == []
+
+
+def test_nulls_are_written_out():
+    options = preset("gpt2").resolve()
+    assert (options.num_kv_heads, options.head_dim, options.mlp_hidden_size) == (12, 64, 3072)
+    assert options.resolve() == options
+
+
+@pytest.mark.parametrize(("hidden_size", "mlp_hidden_size"), [(192, 512), (768, 2048), (4096, 10944)])
+def test_swiglu_width_is_eight_thirds_rounded_up(hidden_size, mlp_hidden_size):
+    options = preset("nano", hidden_size=hidden_size)
+    assert options.resolve().mlp_hidden_size == mlp_hidden_size
+
+
+def test_gpt2_takes_rope_by_one_key_and_the_unused_table_is_gone_from_the_resolved_options():
+    options = preset("gpt2", positions="rope")
+    assert options.validate() == []
+    assert options.resolve().max_positions is None
+    assert options.resolve().rope_theta == 10000.0
+    assert preset("gpt2").resolve().rope_theta is None
+
+
+@pytest.mark.parametrize(("vocab_size", "padded"), [(257, 320), (50257, 50304), (32000, 32000), (1, 64)])
+def test_vocabulary_is_padded_to_a_multiple_of_64(vocab_size, padded):
+    assert preset("nano", vocab_size=vocab_size).padded_vocab_size == padded
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"norm": "rms"}, "model.norm=rms is not one of layernorm, rmsnorm"),
+        ({"positions": "alibi"}, "model.positions=alibi is not one of learned, rope"),
+        ({"mlp": "relu"}, "model.mlp=relu is not one of gelu, swiglu"),
+        ({"num_layers": 0}, "model.num_layers=0 must be above zero"),
+        ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be above zero"),
+        ({"vocab_size": -1}, "model.vocab_size=-1 must be above zero"),
+        ({"num_heads": 5}, "model.hidden_size=192 is not divisible by model.num_heads=5"),
+        ({"num_kv_heads": 4}, "model.num_heads=6 is not a multiple of model.num_kv_heads=4"),
+        ({"positions": "learned"}, "model.positions=learned needs model.max_positions"),
+        ({"rope_theta": None}, "model.positions=rope needs model.rope_theta"),
+        ({"head_dim": 33}, "model.positions=rope needs an even head dimension"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_each_contradiction_is_one_sentence_that_names_the_key(changes, problem):
+    problems = preset("nano", **changes).validate()
+    assert len(problems) == 1
+    assert problems[0].startswith(problem)
+
+
+def test_all_problems_are_gathered():
+    assert len(preset("nano", norm="rms", num_layers=0).validate()) == 2
+    assert len(preset("nano", num_heads=5, num_kv_heads=2, positions="learned").validate()) == 3
