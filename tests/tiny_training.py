@@ -83,6 +83,16 @@ class Loader:
             yield self.data.edit(step, batch_of(step))
 
 
+class StopAt(L.Callback):
+    """Asks for the end of training when `step` steps are done."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        pl_module.stop_requested = trainer.global_step == self.step
+
+
 def make_module(num_steps: int, *, micro_batch_rows: int = ROWS, seed: int = 0, width: int = WIDTH, **changes):
     torch.manual_seed(seed)
     arguments = {

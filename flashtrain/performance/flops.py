@@ -1,7 +1,7 @@
 """How many operations a training token costs, and which share of a device's peak a speed is.
 
-Two counts of attention are in use, and at long context they differ by almost 2x: the usual one lets every query
-see the whole row, the visible one counts only what the mask shows. Both are `flops_per_token` with another
+Two counts of attention are in use, and at long context they differ by almost 2x: the usual one lets every
+query see the whole row, the visible one counts only what the mask shows. Both are `flops_per_token` with another
 number of keys. A device whose peak is not listed has no MFU, never a guess.
 """
 
@@ -13,8 +13,8 @@ PEAK_BF16_FLOPS = {
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
 }
-"""Dense bf16 FLOP/s by the exact name that `torch.cuda.get_device_name` gives, from NVIDIA's data sheets, where the
-figure for the H100 and H200 is with sparsity and twice as high."""
+"""Dense bf16 FLOP/s by the exact name that `torch.cuda.get_device_name` gives. NVIDIA's data sheets print twice as
+much for the H100 and H200, with sparsity."""
 
 
 def flops_per_token(
@@ -22,11 +22,11 @@ def flops_per_token(
 ) -> float:
     """Return the FLOPs that forward and backward spend on one token: 6 N + 12 L H D K.
 
-    num_weights: N, the weights that multiply a token: all but tables that are only looked up (positions, an untied
-    embedding). keys_per_query: K, the sequence length S in the usual count, `Intervals.visible(S, S) / S` in the
-    visible one.
-
     Source: PaLM (arXiv 2204.02311), appendix B. Recomputation is not counted.
+
+    Args:
+        num_weights: N, all weights but tables that are only looked up (positions, an untied embedding).
+        keys_per_query: K, the sequence length S in the usual count, `Intervals.visible(S, S) / S` in the visible.
     """
     return 6 * num_weights + 12 * num_layers * num_heads * head_dim * keys_per_query
 

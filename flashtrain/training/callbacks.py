@@ -56,7 +56,7 @@ class Reporter(Callback):
             self._meter.lap(step)
 
     def _report(self, trainer: Trainer, step: int, outputs: dict[str, Any]) -> None:
-        loss, grad_norm = torch.stack([outputs["loss"], outputs["grad_norm"]]).tolist()  # waits for the device
+        loss, grad_norm = torch.stack([outputs["loss"], outputs["grad_norm"]]).tolist()  # the host waits
         speed = self._meter.lap(step) if step >= self._timed_from else None
         metrics = {
             "train/loss": loss,
@@ -97,7 +97,7 @@ def _log(trainer: Trainer, metrics: Mapping[str, float], step: int) -> None:
 
 
 class StopOnSignal(Callback):
-    """SIGINT and SIGTERM end training after the step under way; another signal then acts as it always does."""
+    """SIGINT and SIGTERM end training after the step under way; a second one acts as it always does."""
 
     def __init__(self) -> None:
         self._previous: dict[signal.Signals, Any] = {}

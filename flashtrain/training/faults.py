@@ -1,8 +1,8 @@
 """A NaN or Inf never reaches the weights, and no step waits for the host to look.
 
 The flag lives on the device and is sticky: the fused optimizer reads it as `found_inf` and leaves weights and
-moments as they are, from the faulty step on. The host reads a step's flag once the next step is queued, so that
-the device always has work, and stops the run with the number of the step that failed.
+moments as they are, from the faulty step on. The host reads a step's flag once the next step is queued, so
+that the device always has work, and stops the run with the number of the step that failed.
 """
 
 import torch
@@ -48,6 +48,6 @@ class FaultFlag:
         step, self._step = self._step, None
         if self._on_host.item():
             raise UserError(
-                f"step {step}: the loss or the gradient is NaN or Inf, so the update was not applied and training "
-                "stops; lower optimizer.learning_rate or look at the data of this step"
+                f"step {step}: the loss or the gradient is NaN or Inf, so the update was not applied and training"
+                " stops; lower optimizer.learning_rate or look at the data of this step"
             )

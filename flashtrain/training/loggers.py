@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 
 def build_loggers(folder: Path, *, csv: bool, tensorboard: bool) -> list[Logger]:
-    """Return the loggers that are asked for; in `folder` they write train.csv and val.csv, and tensorboard/."""
+    """Return the loggers asked for; in `folder` they write train.csv and val.csv, and tensorboard/."""
     loggers: list[Logger] = []
     if csv:
         loggers.append(CsvLogger(folder))
@@ -19,9 +19,9 @@ def build_loggers(folder: Path, *, csv: bool, tensorboard: bool) -> list[Logger]
 
 
 class CsvLogger(Logger):
-    """A file for each group of metrics, the part before the slash: `train/loss` is column `loss` of train.csv.
+    """A file for each group of metrics, the part before the slash: `train/loss` is column loss of train.csv.
 
-    Lightning's own deletes the rows of a run that is resumed; this keeps those before the step it continues at.
+    Lightning's own deletes the rows of a run that is resumed; this keeps those before the first new one.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,8 +1,8 @@
-"""One Lightning batch is one optimizer step: micro-batches, loss over all targets of the step, validation sums.
+"""One Lightning batch is one optimizer step: micro-batches, loss over all its targets, validation sums.
 
 `global_step`, validation, checkpoints and the schedule therefore count the same thing. No step waits for the
-host: what it measures stays in tensors on the device, and a NaN or Inf is stopped there (faults.py). The model
-and the loss functions are given; how steps are reported and saved is the callbacks' business.
+host: what it measures stays in tensors on the device, and a NaN or Inf is stopped there (faults.py). Model and
+loss functions are given; how steps are reported and saved is the callbacks' business.
 """
 
 import math
@@ -29,12 +29,13 @@ NllFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 class TrainingModule(LightningModule):
     """Trains `model`: tokens (B, S) int64 -> hidden states (B, S, C), with a `head_weight` (V, C).
 
-    A batch is `{"inputs": (R, S) int64, "labels": (R, S) int64}`, the R rows of a whole step; labels of -100 are not
+    A batch is {"inputs": (R, S) int64, "labels": (R, S) int64}, the R rows of a whole step; a label of -100 is not
     scored. Rows go through the model `micro_batch_rows` at a time, to the same result as all at once.
 
-    sum_nll: (hidden (N, C), weight (V, C), targets (N)) -> sum of -log p over the scored targets, fp32 scalar.
-    token_nll: the same arguments -> -log p of each target (N) fp32, 0 where it is not scored; only validates.
-    bytes_per_token: (vocabulary) int, UTF-8 bytes of each token; tokens of 0 do not count in bits per byte.
+    Args:
+        sum_nll: (hidden (N, C), weight (V, C), targets (N)) -> sum of -log p of the scored targets, fp32.
+        token_nll: the same -> -log p of each target (N) fp32, 0 where it is not scored; for validation.
+        bytes_per_token: (vocabulary) int, UTF-8 bytes of a token; those of 0 do not count in bits per byte.
     """
 
     def __init__(
@@ -78,14 +79,14 @@ class TrainingModule(LightningModule):
         return -1 if self.stop_requested else None  # Lightning's word for: end the epoch here
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
-        """Take one optimizer step; return its loss and gradient norm, on the device, and its learning rate."""
+        """Take one optimizer step; return loss and gradient norm, on the device, and the learning rate."""
         optimizer = self.optimizers()
         num_targets = (batch["labels"] != IGNORED).sum()
         micro_batches = (batch[name].split(self._micro_batch_rows) for name in ("inputs", "labels"))
         losses = []
         for inputs, labels in zip(*micro_batches, strict=True):
             loss = self._sum_nll(*self._head_arguments(inputs, labels)) / num_targets
-            with torch.autocast(self.device.type, enabled=False):  # backward follows the dtypes of the forward
+            with torch.autocast(self.device.type, enabled=False):  # backward takes the forward's dtypes
                 self.manual_backward(loss)
             losses.append(loss.detach())
         self._loss = torch.stack(losses).sum()

@@ -31,7 +31,7 @@ class OptimizerOptions:
             problems.append(f"optimizer.weight_decay={self.weight_decay} must be 0 or more")
         if self.clip_norm is not None and self.clip_norm <= 0:
             problems.append(
-                f"optimizer.clip_norm={self.clip_norm} must be above 0; say optimizer.clip_norm=null to clip nothing"
+                f"optimizer.clip_norm={self.clip_norm} must be above 0; to clip nothing, say null"
             )
         for name in ("beta1", "beta2"):
             if not 0 <= (value := getattr(self, name)) < 1:

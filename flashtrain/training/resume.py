@@ -1,8 +1,8 @@
 """Where Lightning's loops stand after a number of steps, whatever moment the checkpoint was written at.
 
-Lightning saves the counters of the moment and restarts differently from each: before or after validation, within
-a batch or at its end. Here a checkpoint is only written when its step is wholly done, validation included, so the
-step says all: the loops are set as after it, and the data starts there (`start_step` of the data module).
+Lightning saves the counters of the moment and restarts differently from each: before or after validation,
+within a batch or at its end. Here a checkpoint is only written when its step is wholly done, validation
+included, so the step says all: the loops are set as after it, and the data module's `start_step` is the step.
 """
 
 from typing import Any

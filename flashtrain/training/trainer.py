@@ -1,4 +1,4 @@
-"""How Lightning's `Trainer` is set up so that it counts steps: one epoch whose batches are optimizer steps."""
+"""How Lightning's Trainer is set up so that it counts steps: one epoch whose batches are optimizer steps."""
 
 import logging
 import warnings
@@ -32,9 +32,11 @@ def build_trainer(
 ) -> Trainer:
     """Return a trainer for a `TrainingModule` of `num_steps` steps and a data module that gives whole steps.
 
-    device_type: "cpu" or "cuda" (one GPU). precision: "32-true" or "bf16-mixed", as Lightning calls them.
-    validate_every, checkpoint_every, log_every: in optimizer steps; the last step always has all three.
-    flops_per_token: name of an MFU, as it is logged -> its count of FLOPs; logged where `peak_flops` is known.
+    Args:
+        device_type: "cpu", or "cuda" for one GPU.
+        precision: "32-true" or "bf16-mixed", as Lightning calls them.
+        validate_every, checkpoint_every, log_every: in optimizer steps; the last step always has all three.
+        flops_per_token: name of an MFU in the logs -> its count of FLOPs; used where `peak_flops` is known.
     """
     _silence()
     return Trainer(
@@ -44,7 +46,7 @@ def build_trainer(
         max_epochs=1,
         check_val_every_n_epoch=None,
         val_check_interval=validate_every,
-        log_every_n_steps=1,
+        log_every_n_steps=1,  # of no effect, the Reporter logs; the default brings a warning in short runs
         num_sanity_val_steps=0,
         callbacks=[
             Reporter(

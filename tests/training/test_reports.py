@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch import Callback
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_training import LENGTH, ROWS, Steps, make_module, make_trainer
+from tiny_training import LENGTH, ROWS, Steps, StopAt, make_module, make_trainer
 
 from flashtrain.training.loggers import CsvLogger, build_loggers
 from flashtrain.training.meter import SpeedMeter
@@ -111,11 +111,9 @@ def test_csv_of_a_resumed_run_equals_the_straight_one(tmp_path):
         ]
 
     for folder in (tmp_path / "straight", tmp_path / "resumed"):
-        run(folder, loggers=build_loggers(folder / "logs", csv=True, tensorboard=False), checkpoint_every=10)
+        run(folder, loggers=build_loggers(folder / "logs", csv=True, tensorboard=False))
     # As after kill -9 at step 20 with a checkpoint of step 10: rows of 15 and 20 come again.
-    module, trainer = make_module(NUM_STEPS), make_trainer(tmp_path / "half", NUM_STEPS, checkpoint_every=10)
-    module.on_train_batch_end = lambda *_: setattr(module, "stop_requested", module.global_step == 10)
-    trainer.fit(module, datamodule=Steps(NUM_STEPS))
+    run(tmp_path / "half", callbacks=[StopAt(10)])
     loggers = build_loggers(tmp_path / "resumed" / "logs", csv=True, tensorboard=False)
     run(tmp_path / "resumed", loggers=loggers, ckpt=tmp_path / "half" / "checkpoints" / "last.ckpt")
     assert logs(tmp_path / "resumed") == logs(tmp_path / "straight")

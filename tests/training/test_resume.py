@@ -14,7 +14,7 @@ NUM_STEPS = 40
 
 
 class Watch(Callback):
-    """Notes the loss of every step and of every validation; `at_step` maps a number of steps done to an action."""
+    """Notes the loss of every step and validation; `at_step` maps a number of steps done to an action."""
 
     def __init__(self, at_step=None):
         self.losses, self.validations, self.at_step = {}, {}, at_step or {}

@@ -1,0 +1,95 @@
+"""The real model, head and data in the training loop: they fit together, learn, and resume bit for bit."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from tiny_training import ADAMW, COSINE, StopAt, assert_same_weights, make_trainer, weights
+
+from flashtrain.data.corpus import Corpus, TokenStream
+from flashtrain.data.datamodule import StepDataModule
+from flashtrain.kernels.attention import Intervals, attention
+from flashtrain.model.gpt import GPT
+from flashtrain.model.head import summed_cross_entropy, token_nll
+from flashtrain.model.options import ModelOptions
+from flashtrain.training.module import TrainingModule
+
+NUM_STEPS, LENGTH, ROWS, VOCAB = 40, 32, 8, 257
+OPTIONS = ModelOptions(
+    name="tiny",
+    num_layers=2,
+    hidden_size=32,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=None,
+    norm="rmsnorm",
+    norm_eps=1e-5,
+    positions="rope",
+    max_positions=None,
+    rope_theta=10000.0,
+    mlp="swiglu",
+    mlp_hidden_size=None,
+    bias=False,
+    qk_norm=True,
+    tie_embeddings=True,
+    vocab_size=VOCAB,
+)
+
+
+def stream(num_tokens, seed):
+    words = np.random.default_rng(7).integers(97, 123, size=(20, 6))
+    text = words[np.random.default_rng(seed).integers(0, 20, size=num_tokens // 6 + 1)].ravel()[:num_tokens]
+    return TokenStream(text.astype(np.uint16), np.array([0, num_tokens]), num_tokens)
+
+
+def run(folder, stop_at=None, resume=False):
+    torch.manual_seed(3)
+    model = GPT(OPTIONS, partial(attention, intervals=Intervals.causal(), variant="standard"))
+    head = {"vocab_size": VOCAB, "chunk_size": 50}
+    module = TrainingModule(
+        model,
+        partial(summed_cross_entropy, **head),
+        partial(token_nll, **head),
+        bytes_per_token=torch.tensor([1] * 256 + [0]),
+        optimizer=ADAMW,
+        schedule=COSINE,
+        num_steps=NUM_STEPS,
+        micro_batch_rows=3,
+    )
+    corpus = Corpus("0", "made-up words", "bytes", 0, 0, stream(6_000, seed=0), stream(1_000, seed=1))
+    data = StepDataModule(
+        corpus,
+        sequence_length=LENGTH,
+        rows_per_step=ROWS,
+        num_steps=NUM_STEPS,
+        seed=5,
+        validation_rows=16,
+        validation_batch_rows=4,
+    )
+    trainer = make_trainer(folder, NUM_STEPS, checkpoint_every=1000, callbacks=[StopAt(stop_at)])
+    ckpt = folder / "checkpoints" / "last.ckpt" if resume else None
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt)
+    return module, trainer
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("straight"))
+
+
+def test_it_learns(straight):
+    module, trainer = straight
+    assert trainer.global_step == NUM_STEPS
+    assert module.validation_metrics["val/bits_per_byte"] < 0.6 * np.log2(VOCAB)
+
+
+@pytest.mark.parametrize("stop_at", [20, 27])
+def test_train_40_is_train_some_stop_and_resume(straight, tmp_path, stop_at):
+    # 187 rows of training and 320 rows in 40 steps of 8: the order crosses an epoch's edge, between the two stops.
+    stopped, trainer = run(tmp_path, stop_at=stop_at)
+    assert stopped.stop_requested and trainer.global_step == stop_at
+    resumed, trainer = run(tmp_path, resume=True)
+    assert trainer.global_step == NUM_STEPS
+    assert_same_weights(weights(resumed), weights(straight[0]))
+    assert resumed.validation_metrics == straight[0].validation_metrics
