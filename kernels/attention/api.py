@@ -1,7 +1,7 @@
 """The one signature of attention: validate, choose, call.
 
-Shapes, dtypes and devices are checked here, once for all variants. What a variant can do is said in limits.py,
-how it does it in its own file.
+Shapes, dtypes and devices are checked here, once for all variants. What a variant can do is said in
+limits.py, how it does it in its own file.
 """
 
 import torch
@@ -30,8 +30,8 @@ def attention(
     query's scaled scores, (B, Hq, Sq) in float32 (float64 for float64), differentiable too. A query that sees
     no key gives out 0, lse -inf and zero gradients.
 
-    Raises ValueError (shapes, devices), TypeError (dtypes), or Unsupported (a ValueError) where `variant` does
-    not exist or cannot serve the call. A named variant never falls back; "auto" chooses, and logs its choice.
+    Raises ValueError (shapes, devices), TypeError (dtypes), or Unsupported (a ValueError) where `variant`
+    does not exist or cannot serve the call: only "auto" chooses, and it logs its choice.
     """
     _check(q, k, v)
     name = resolve(variant, AttentionSpec.of(q, k, v, intervals, needs_lse=return_lse))

@@ -41,8 +41,7 @@ def sdpa_efficient(spec: AttentionSpec) -> str | None:
         or _device(spec, "cuda")
         or _capability(spec, (8, 0))
         or _dtype(spec, _SINGLE)
-        # The kernel loads 16 bytes at a time.
-        or _head_dims(spec, multiple=16 // spec.dtype.itemsize, least=8, most=1024)
+        or _rows_of_16_bytes(spec)
         or _lengths(spec, least=1)
         or _dense_mask(spec)
     )
@@ -114,6 +113,13 @@ def _head_dims(spec: AttentionSpec, *, multiple: int, least: int, most: int) -> 
     for dim in (spec.head_dim, spec.v_head_dim):
         if dim % multiple != 0 or not least <= dim <= most:
             return f"takes head dimensions from {least} to {most} in multiples of {multiple}, not {dim}"
+    return None
+
+
+def _rows_of_16_bytes(spec: AttentionSpec) -> str | None:
+    for dim in (spec.head_dim, spec.v_head_dim):
+        if dim == 0 or dim * spec.dtype.itemsize % 16 != 0:
+            return f"takes head dimensions of whole 16-byte rows, not {dim} in {_name(spec.dtype)}"
     return None
 
 

@@ -1,9 +1,9 @@
 """PyTorch's own attention, each variant pinned to one kernel by calling that kernel's ATen operator.
 
 The public way, `torch.nn.attention.sdpa_kernel`, flips global flags instead: in a compiled region it keeps
-AOTAutograd from caching (pytorch/pytorch#194007), and where flags alone differ a cached graph can bring a kernel
-that was not asked for (#185449). An operator cannot be mistaken for another, forward or backward, eager or
-compiled. What the operators demand of their inputs is said in limits.py.
+AOTAutograd from caching (pytorch/pytorch#194007), and where flags alone differ a cached graph can bring a
+kernel that was not asked for (#185449). An operator cannot be mistaken for another, forward or backward,
+eager or compiled. What the operators demand of their inputs is said in limits.py.
 """
 
 import math

@@ -1,6 +1,6 @@
 """What a call to attention asks for, as plain values.
 
-Made from tensors or, before any tensor exists, from a configuration. Which variants can serve it, limits.py says.
+Made from tensors or, before any tensor exists, from a configuration. Who can serve it is said in limits.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .intervals import Intervals
 class AttentionSpec:
     """Everything about a call that decides which variants can serve it. Build one with `on` or `of`.
 
-    `capability` is the CUDA compute capability and `cudnn_version` cuDNN's number (91900 is 9.19.0), both None
+    `capability` is the CUDA compute capability and `cudnn_version` cuDNN's number (91900 is 9.19.0), None
     where there is none; `interpreted` says that Triton interprets its kernels (TRITON_INTERPRET=1).
     """
 

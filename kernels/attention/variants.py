@@ -28,7 +28,7 @@ class Unsupported(ValueError):
 
 @dataclass(frozen=True)
 class Variant:
-    """`unsupported(spec)` says why not, or None; `attend(q, k, v, intervals, scale)` gives (out, lse or None)."""
+    """`unsupported(spec)` is why not, or None; `attend(q, k, v, intervals, scale)` is (out, lse or None)."""
 
     unsupported: Callable[[AttentionSpec], str | None]
     attend: Attend
@@ -105,8 +105,8 @@ def resolve(variant: str, spec: AttentionSpec) -> str:
         require(variant, spec)
         return variant
     name, reason = choose(spec)
-    # In a trace the reason may hold symbolic lengths, which cannot be printed.
-    _log_once(f"attention: auto chose {name}, {'compiled' if torch.compiler.is_compiling() else reason}")
+    # A reason may hold symbolic lengths when it is traced, and those cannot be printed.
+    _log_once(f"attention: auto chose {name}" + ("" if torch.compiler.is_compiling() else f", {reason}"))
     return name
 
 

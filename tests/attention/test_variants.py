@@ -1,0 +1,236 @@
+"""The table of variants: every limit refuses, every refusal says what would do, and "auto" takes the fastest."""
+
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tolerance import make_qkv
+
+from flashtrain.kernels.attention import (
+    NAMES,
+    AttentionSpec,
+    Intervals,
+    Unsupported,
+    choose,
+    limits,
+    refusal,
+    require,
+    resolve,
+    supporting,
+)
+from flashtrain.kernels.attention.variants import VARIANTS
+
+H200 = AttentionSpec(
+    device_type="cuda",
+    capability=(9, 0),
+    cudnn_version=91900,
+    interpreted=False,
+    dtype=torch.bfloat16,
+    head_dim=128,
+    v_head_dim=128,
+    num_q_heads=32,
+    num_kv_heads=8,
+    q_len=8192,
+    kv_len=8192,
+    intervals=Intervals.causal(),
+    needs_lse=False,
+    needs_grad=True,
+)
+CPU = replace(H200, device_type="cpu", capability=None, cudnn_version=None, dtype=torch.float32)
+RTX_4090, RTX_5090 = replace(H200, capability=(8, 9)), replace(H200, capability=(12, 0))
+OLD_CUDNN = replace(H200, cudnn_version=91002)
+TURING = (7, 5)
+WINDOW = Intervals.window(1023, 0)
+
+# Every limit of every variant: the call it refuses, as a change to a call it serves, and the reason.
+REFUSALS = [
+    ("standard", H200, {"dtype": torch.float8_e4m3fn}, "computes in float16, bfloat16, float32, float64, not"),
+    ("flash_v2", CPU, {}, "runs on cuda, and on cpu only with TRITON_INTERPRET=1"),
+    ("flash_v2", H200, {"capability": TURING}, "needs a GPU of sm_80 or later, and there is sm_75"),
+    ("flash_v2", H200, {"capability": None}, "needs a GPU of sm_80 or later, and there is none here"),
+    ("flash_v2", H200, {"dtype": torch.float64}, "computes in float16, bfloat16, float32, not in float64"),
+    ("flash_v2", H200, {"head_dim": 8, "v_head_dim": 8}, "from 16 to 256 in multiples of 8, not 8"),
+    ("flash_v2", H200, {"head_dim": 264, "v_head_dim": 264}, "head dimensions from 16 to 256"),
+    ("flash_v2", H200, {"head_dim": 100, "v_head_dim": 100}, "in multiples of 8, not 100"),
+    ("flash_v2", H200, {"v_head_dim": 64}, "takes one head dimension for q, k and v, not 128 and 64"),
+    ("flash_v2", H200, {"intervals": WINDOW}, "takes the full and the causal mask, not window(1023, 0)"),
+    ("sdpa_math", CPU, {"needs_lse": True}, "returns no log-sum-exp"),
+    ("sdpa_math", CPU, {"dtype": torch.float8_e4m3fn}, "not in float8_e4m3fn"),
+    ("sdpa_math", CPU, {"intervals": WINDOW, "kv_len": 8193}, "for up to 8192 keys, not for 8193"),
+    ("sdpa_efficient", H200, {"needs_lse": True}, "returns no log-sum-exp"),
+    ("sdpa_efficient", CPU, {}, "runs on cuda, not on cpu"),
+    ("sdpa_efficient", H200, {"capability": TURING}, "needs a GPU of sm_80"),
+    ("sdpa_efficient", H200, {"dtype": torch.float64}, "not in float64"),
+    ("sdpa_efficient", H200, {"head_dim": 100}, "of whole 16-byte rows, not 100 in bfloat16"),
+    ("sdpa_efficient", H200, {"v_head_dim": 100}, "of whole 16-byte rows, not 100"),
+    ("sdpa_efficient", H200, {"kv_len": 0}, "takes lengths from 1, not 8192 queries and 0 keys"),
+    ("sdpa_efficient", H200, {"q_len": 16384, "kv_len": 16385}, "for up to 8192 keys, not for 16385"),
+    ("sdpa_flash", H200, {"needs_lse": True}, "returns no log-sum-exp"),
+    ("sdpa_flash", H200, {"device_type": "mps"}, "runs on cuda and cpu, not on mps"),
+    ("sdpa_flash", H200, {"capability": TURING}, "needs a GPU of sm_80"),
+    ("sdpa_flash", H200, {"dtype": torch.float32}, "computes in float16, bfloat16, not in float32"),
+    ("sdpa_flash", H200, {"head_dim": 264, "v_head_dim": 264}, "from 8 to 256 in multiples of 8, not 264"),
+    ("sdpa_flash", H200, {"v_head_dim": 64}, "takes one head dimension"),
+    ("sdpa_flash", H200, {"q_len": 0}, "takes lengths from 1, not 0 queries"),
+    ("sdpa_flash", H200, {"q_len": 1}, "where there are as many queries as keys, not 1 and 8192"),
+    ("sdpa_flash", H200, {"intervals": WINDOW}, "takes the full and the causal mask"),
+    ("sdpa_flash", RTX_4090, {"head_dim": 200, "v_head_dim": 200}, "has no backward for head dimension 200"),
+    ("sdpa_flash", RTX_5090, {"head_dim": 224, "v_head_dim": 224}, "224 on sm_120"),
+    ("sdpa_flash", CPU, {"dtype": torch.float8_e4m3fn}, "not in float8_e4m3fn"),
+    ("sdpa_flash", CPU, {"v_head_dim": 64}, "takes one head dimension"),
+    ("sdpa_flash", CPU, {"q_len": 1}, "takes the causal mask where"),
+    ("sdpa_cudnn", H200, {"needs_lse": True}, "returns no log-sum-exp"),
+    ("sdpa_cudnn", CPU, {}, "runs on cuda, not on cpu"),
+    ("sdpa_cudnn", H200, {"capability": TURING}, "needs a GPU of sm_80"),
+    ("sdpa_cudnn", H200, {"dtype": torch.float32}, "computes in float16, bfloat16, not in float32"),
+    ("sdpa_cudnn", H200, {"head_dim": 136}, "from 8 to 128 in multiples of 8, not 136"),
+    ("sdpa_cudnn", H200, {"v_head_dim": 36}, "in multiples of 8, not 36"),
+    ("sdpa_cudnn", H200, {"q_len": 1, "intervals": Intervals.full()}, "takes lengths from 2, not 1 queries"),
+    ("sdpa_cudnn", H200, {"q_len": 4096}, "takes the causal mask where"),
+    ("sdpa_cudnn", H200, {"intervals": WINDOW}, "takes the full and the causal mask"),
+    ("sdpa_cudnn", OLD_CUDNN, {"q_len": 100, "kv_len": 100}, "no multiples of 128, and this is 91002"),
+]
+
+
+def case_id(case) -> str:
+    name, base, change, _ = case
+    return "-".join([name, base.device_type, *(f"{field}={value}" for field, value in change.items())])
+
+
+@pytest.mark.parametrize("case", REFUSALS, ids=case_id)
+def test_limit_refuses_and_says_who_would_do(case):
+    name, base, change, reason = case
+    spec = replace(base, **change)
+    if change:
+        assert refusal(name, base) is None
+    with pytest.raises(Unsupported, match="would do$") as error:
+        require(name, spec)
+    message = str(error.value)
+    assert message.startswith(f"attention: {name} ") and reason in message
+    assert ", ".join(supporting(spec)) in message and name not in supporting(spec)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_limit_goes_untested(name, monkeypatch):
+    """Taking any limit away from a variant changes what happens to the refusals above."""
+    specs = [replace(base, **change) for variant, base, change, _ in REFUSALS if variant == name]
+    expected = [refusal(name, spec) for spec in specs]
+    names = VARIANTS[name].unsupported.__code__.co_names
+    parts = [part for part in names if callable(getattr(limits, part, None))]
+    assert parts
+    for part in parts:
+        with monkeypatch.context() as patch:
+            patch.setattr(limits, part, lambda *arguments, **keywords: None)
+            assert [refusal(name, spec) for spec in specs] != expected, f"no refusal tests {part} of {name}"
+
+
+def test_what_is_served():
+    assert supporting(H200) == tuple(name for name in NAMES if name != "auto")
+    assert supporting(CPU) == ("standard", "sdpa_math", "sdpa_flash")
+    assert "flash_v2" in supporting(replace(CPU, interpreted=True))
+    assert refusal("sdpa_math", replace(CPU, intervals=WINDOW, kv_len=8192)) is None
+    assert refusal("sdpa_efficient", replace(H200, q_len=1 << 20, kv_len=1 << 20)) is None
+    assert refusal("sdpa_efficient", replace(H200, dtype=torch.float32, head_dim=100, v_head_dim=4)) is None
+    assert refusal("sdpa_flash", replace(RTX_4090, head_dim=200, v_head_dim=200, needs_grad=False)) is None
+    assert refusal("sdpa_flash", replace(RTX_4090, head_dim=256, v_head_dim=256)) is None
+    assert refusal("sdpa_cudnn", replace(H200, q_len=100, kv_len=100)) is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        pytest.param(H200, "sdpa_cudnn", id="hopper-bf16"),
+        pytest.param(replace(H200, needs_lse=True), "flash_v2", id="hopper-lse"),
+        pytest.param(replace(H200, q_len=4096), "flash_v2", id="hopper-Sq-less-than-Sk"),
+        pytest.param(replace(H200, head_dim=64, v_head_dim=64, capability=(8, 0)), "flash_v2", id="ampere-bf16"),
+        pytest.param(replace(H200, dtype=torch.float32), "sdpa_efficient", id="hopper-fp32"),
+        pytest.param(replace(H200, dtype=torch.float64), "sdpa_math", id="hopper-fp64"),
+        pytest.param(replace(H200, capability=TURING), "sdpa_math", id="turing"),
+        pytest.param(CPU, "sdpa_flash", id="cpu"),
+        pytest.param(replace(CPU, interpreted=True), "sdpa_flash", id="cpu-interpreter"),
+        pytest.param(replace(CPU, q_len=4096), "sdpa_math", id="cpu-Sq-less-than-Sk"),
+        pytest.param(replace(CPU, q_len=4096, kv_len=16384), "standard", id="cpu-long-dense-mask"),
+    ],
+)
+def test_auto_takes_the_fastest_that_serves(spec, expected):
+    name, reason = choose(spec)
+    assert name == expected == resolve("auto", spec)
+    assert reason.startswith("the fastest that can serve this call")
+
+
+def test_auto_says_what_it_passed_over():
+    assert "sdpa_cudnn returns no log-sum-exp" in choose(replace(H200, needs_lse=True))[1]
+
+
+def test_auto_refuses_what_no_variant_serves():
+    with pytest.raises(Unsupported, match="no variant is the fastest.*standard computes in"):
+        choose(replace(CPU, dtype=torch.float8_e4m3fn))
+
+
+def test_auto_logs_each_choice_once(caplog):
+    spec = replace(H200, intervals=Intervals.window(17, 17))
+    with caplog.at_level(logging.INFO, logger="flashtrain"):
+        for _ in range(3):
+            resolve("auto", spec)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("attention: auto chose sdpa_efficient, the fastest that can serve")
+    assert "sdpa_cudnn takes the full and the causal mask, not window(17, 17)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("flash_v3", "flash_v2"), ("cudnn", "sdpa_cudnn"), ("Standard", "standard"), ("sdpa-flash", "sdpa_flash")],
+)
+def test_unknown_name_is_answered_with_the_nearest(name, nearest):
+    with pytest.raises(Unsupported, match=f"no variant '{name}'; the nearest is '{nearest}'"):
+        resolve(name, CPU)
+
+
+def test_spec_of_tensors_is_the_spec_of_their_description():
+    q, k, v = make_qkv(2, 5, 7, 4, 2, 16, 24)
+    expected = AttentionSpec.on(
+        "cpu",
+        dtype=torch.float32,
+        head_dim=16,
+        v_head_dim=24,
+        num_q_heads=4,
+        num_kv_heads=2,
+        q_len=5,
+        kv_len=7,
+        intervals=Intervals.full(),
+        needs_grad=False,
+    )
+    assert AttentionSpec.of(q, k, v, Intervals.full()) == expected
+    v.requires_grad_()
+    assert AttentionSpec.of(q, k, v, Intervals.full()) == replace(expected, needs_grad=True)
+    with torch.no_grad():
+        assert AttentionSpec.of(q, k, v, Intervals.full()) == expected
+
+
+def test_spec_reads_the_interpreter_from_the_environment(monkeypatch):
+    q, k, v = make_qkv(1, 2, 2, 1, 1, 16)
+    for value, interpreted in (("1", True), ("0", False)):
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        assert AttentionSpec.of(q, k, v, Intervals.full()).interpreted is interpreted
+
+
+def test_the_door_opens_without_triton():
+    program = """
+import sys
+sys.modules["triton"] = None
+import torch
+from flashtrain.kernels.attention import Intervals, attention
+q, k, v = torch.randn(3, 1, 4, 2, 16)
+attention(q, k, v, Intervals.causal())
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
