@@ -93,7 +93,7 @@ class StopAt(L.Callback):
         pl_module.stop_requested = trainer.global_step == self.step
 
 
-def make_module(num_steps: int, *, micro_batch_rows: int = ROWS, seed: int = 0, width: int = WIDTH, **changes):
+def make_module(num_steps: int, *, micro_batch_rows=ROWS, seed=0, width=WIDTH, **changes) -> TrainingModule:
     torch.manual_seed(seed)
     arguments = {
         "bytes_per_token": torch.ones(VOCAB, dtype=torch.int64),

@@ -1,8 +1,8 @@
 """How many operations a training token costs, and which share of a device's peak a speed is.
 
 Two counts of attention are in use, and at long context they differ by almost 2x: the usual one lets every
-query see the whole row, the visible one counts only what the mask shows. Both are `flops_per_token` with another
-number of keys. A device whose peak is not listed has no MFU, never a guess.
+query see the whole row, the visible one counts only what the mask shows. Both are `flops_per_token` with
+another number of keys. A device whose peak is not listed has no MFU, never a guess.
 """
 
 PEAK_BF16_FLOPS = {
@@ -13,8 +13,8 @@ PEAK_BF16_FLOPS = {
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
 }
-"""Dense bf16 FLOP/s by the exact name that `torch.cuda.get_device_name` gives. NVIDIA's data sheets print twice as
-much for the H100 and H200, with sparsity."""
+"""Dense bf16 FLOP/s by the exact name that `torch.cuda.get_device_name` gives. NVIDIA's data sheets print twice
+as much for the H100 and H200, with sparsity."""
 
 
 def flops_per_token(
@@ -26,7 +26,8 @@ def flops_per_token(
 
     Args:
         num_weights: N, all weights but tables that are only looked up (positions, an untied embedding).
-        keys_per_query: K, the sequence length S in the usual count, `Intervals.visible(S, S) / S` in the visible.
+        keys_per_query: K, the sequence length S in the usual count, `Intervals.visible(S, S) / S` in the
+            visible one.
     """
     return 6 * num_weights + 12 * num_layers * num_heads * head_dim * keys_per_query
 

@@ -65,8 +65,8 @@ def check_same_model(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]
         )
         if here != there:
             raise UserError(
-                f"{path} is of another model: {name.removeprefix(MODEL_PREFIX)} is {there} there and {here} here;"
-                " give the model settings that it was trained with"
+                f"{path} is of another model: {name.removeprefix(MODEL_PREFIX)} is {there} there and {here} "
+                "here; give the model settings that it was trained with"
             )
 
 
@@ -104,7 +104,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Path | str, map_location: object = None, weights_only: bool | None = True
     ) -> dict[str, Any]:
-        """Return `read_checkpoint(path)`: on the CPU and without running code, whatever Lightning asks for."""
+        """Return `read_checkpoint(path)`: on the CPU and running no code, whatever Lightning asks for."""
         return read_checkpoint(path)
 
 

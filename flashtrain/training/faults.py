@@ -48,6 +48,6 @@ class FaultFlag:
         step, self._step = self._step, None
         if self._on_host.item():
             raise UserError(
-                f"step {step}: the loss or the gradient is NaN or Inf, so the update was not applied and training"
-                " stops; lower optimizer.learning_rate or look at the data of this step"
+                f"step {step}: the loss or the gradient is NaN or Inf, so the update was not applied and "
+                "training stops; lower optimizer.learning_rate or look at the data of this step"
             )

@@ -7,8 +7,8 @@ from collections.abc import Callable
 class SpeedMeter:
     """Tokens/s from lap to lap, without the time between `pause` and `resume` (validation, checkpoints).
 
-    The first lap only starts the clock: called after the first steps, it leaves their compilation out. Who calls
-    `lap` or `pause` has waited for the device, or the time would belong to other steps.
+    The first lap only starts the clock: called after the first steps, it leaves their compilation out. Whoever
+    calls `lap` or `pause` has waited for the device, or the time belongs to other steps.
     """
 
     def __init__(self, tokens_per_step: int, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -1,8 +1,8 @@
 """One Lightning batch is one optimizer step: micro-batches, loss over all its targets, validation sums.
 
 `global_step`, validation, checkpoints and the schedule therefore count the same thing. No step waits for the
-host: what it measures stays in tensors on the device, and a NaN or Inf is stopped there (faults.py). Model and
-loss functions are given; how steps are reported and saved is the callbacks' business.
+host: what it measures stays in tensors on the device, and a NaN or Inf is stopped there (faults.py). Model
+and loss functions are given; how steps are reported and saved is the callbacks' business.
 """
 
 import math
@@ -29,8 +29,8 @@ NllFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 class TrainingModule(LightningModule):
     """Trains `model`: tokens (B, S) int64 -> hidden states (B, S, C), with a `head_weight` (V, C).
 
-    A batch is {"inputs": (R, S) int64, "labels": (R, S) int64}, the R rows of a whole step; a label of -100 is not
-    scored. Rows go through the model `micro_batch_rows` at a time, to the same result as all at once.
+    A batch is {"inputs": (R, S) int64, "labels": (R, S) int64}, the R rows of a whole step; a label of -100 is
+    not scored. Rows go through the model `micro_batch_rows` at a time, to the same result as all at once.
 
     Args:
         sum_nll: (hidden (N, C), weight (V, C), targets (N)) -> sum of -log p of the scored targets, fp32.

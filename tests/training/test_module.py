@@ -32,6 +32,7 @@ from flashtrain.training.schedule import learning_rate_factor
 
 NUM_STEPS = 12
 
+GPU = {"device_type": "cuda", "precision": "bf16-mixed"}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
@@ -219,7 +220,7 @@ def test_a_step_never_waits_for_the_gpu(tmp_path):
         def on_train_batch_end(self, *_):
             torch.cuda.set_sync_debug_mode("default")
 
-    trainer = make_trainer(tmp_path, 6, callbacks=[Strict()], device_type="cuda", precision="bf16-mixed")
+    trainer = make_trainer(tmp_path, 6, callbacks=[Strict()], **GPU)
     module = make_module(6, micro_batch_rows=3)
     trainer.fit(module, datamodule=Steps(6))
     assert trainer.global_step == 6
@@ -229,7 +230,7 @@ def test_a_step_never_waits_for_the_gpu(tmp_path):
 @needs_gpu
 def test_nan_loss_on_the_gpu_names_its_step(tmp_path):
     module, history = make_module(NUM_STEPS), History()
-    trainer = make_trainer(tmp_path, NUM_STEPS, callbacks=[history], device_type="cuda", precision="bf16-mixed")
+    trainer = make_trainer(tmp_path, NUM_STEPS, callbacks=[history], **GPU)
     with pytest.raises(UserError, match="^step 7: "):
         trainer.fit(module, datamodule=Steps(NUM_STEPS, empty_from(6)))
     assert_same_weights(weights(module.cuda()), history.weights[5])

@@ -86,7 +86,7 @@ def test_it_learns(straight):
 
 @pytest.mark.parametrize("stop_at", [20, 27])
 def test_train_40_is_train_some_stop_and_resume(straight, tmp_path, stop_at):
-    # 187 rows of training and 320 rows in 40 steps of 8: the order crosses an epoch's edge, between the two stops.
+    # 187 rows of text, 320 in 40 steps of 8: the order crosses an epoch's edge between the two stops.
     stopped, trainer = run(tmp_path, stop_at=stop_at)
     assert stopped.stop_requested and trainer.global_step == stop_at
     resumed, trainer = run(tmp_path, resume=True)
