@@ -124,7 +124,7 @@ def describe_conditions(curves: PerplexityCurves) -> str:
     return (
         f"{given.model} at step {given.step:,}, trained on {given.training_length:,} tokens in a row; "
         f"{given.attention} attention, {given.dtype} on {given.device}; {given.corpus} corpus "
-        f"{given.corpus_fingerprint}; {given.tokenizer} tokens, {given.prefix_id} in front of every document."
+        f"{given.corpus_fingerprint[:8]}; {given.tokenizer} tokens, {given.prefix_id} in front of every document."
     )
 
 
