@@ -23,7 +23,7 @@ def flash_v2(spec: AttentionSpec) -> str | None:
     if spec.device_type != "cuda" and not spec.interpreted:
         return f"runs on cuda, and on {spec.device_type} only with TRITON_INTERPRET=1 in the environment"
     return (
-        _capability(spec, (8, 0))
+        _sm(spec, 80)
         or _dtype(spec, _SINGLE)
         or _head_dims(spec, multiple=8, least=16, most=256)
         or _one_head_dim(spec)
@@ -39,7 +39,7 @@ def sdpa_efficient(spec: AttentionSpec) -> str | None:
     return (
         _no_lse(spec)
         or _device(spec, "cuda")
-        or _capability(spec, (8, 0))
+        or _sm(spec, 80)
         or _dtype(spec, _SINGLE)
         or _rows_of_16_bytes(spec)
         or _lengths(spec, least=1)
@@ -58,7 +58,7 @@ def sdpa_flash(spec: AttentionSpec) -> str | None:
     if everywhere is not None or spec.device_type == "cpu":
         return everywhere or _dtype(spec, _DOUBLE)
     return (
-        _capability(spec, (8, 0))
+        _sm(spec, 80)
         or _dtype(spec, _HALF)
         or _head_dims(spec, multiple=8, least=8, most=256)
         or _flash_backward(spec)
@@ -69,7 +69,7 @@ def sdpa_cudnn(spec: AttentionSpec) -> str | None:
     return (
         _no_lse(spec)
         or _device(spec, "cuda")
-        or _capability(spec, (8, 0))
+        or _sm(spec, 80)
         or _dtype(spec, _HALF)
         or _head_dims(spec, multiple=8, least=8, most=128)
         # One query gives NaN gradients (NVIDIA/cudnn-frontend#1072), and one key has no kernel.
@@ -88,15 +88,11 @@ def _device(spec: AttentionSpec, *types: str) -> str | None:
     return None if spec.device_type in types else f"runs on {' and '.join(types)}, not on {spec.device_type}"
 
 
-def _capability(spec: AttentionSpec, least: tuple[int, int]) -> str | None:
-    if spec.device_type != "cuda" or (spec.capability is not None and spec.capability >= least):
+def _sm(spec: AttentionSpec, least: int) -> str | None:
+    if spec.device_type != "cuda" or (spec.sm is not None and spec.sm >= least):
         return None
-    here = "none here" if spec.capability is None else f"sm_{_digits(spec.capability)}"
-    return f"needs a GPU of sm_{_digits(least)} or later, and there is {here}"
-
-
-def _digits(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}{capability[1]}"
+    here = "none here" if spec.sm is None else f"sm_{spec.sm}"
+    return f"needs a GPU of sm_{least} or later, and there is {here}"
 
 
 def _dtype(spec: AttentionSpec, dtypes: tuple[torch.dtype, ...]) -> str | None:
@@ -160,9 +156,9 @@ def _dense_mask(spec: AttentionSpec) -> str | None:
 
 
 def _flash_backward(spec: AttentionSpec) -> str | None:
-    little_shared_memory = spec.capability in ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
+    little_shared_memory = spec.sm in (86, 87, 89, 120, 121)
     if little_shared_memory and spec.needs_grad and 192 < spec.head_dim <= 224:
-        return f"has no backward for head dimension {spec.head_dim} on sm_{_digits(spec.capability)}"
+        return f"has no backward for head dimension {spec.head_dim} on sm_{spec.sm}"
     return None
 
 

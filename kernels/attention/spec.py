@@ -18,12 +18,12 @@ from .intervals import Intervals
 class AttentionSpec:
     """Everything about a call that decides which variants can serve it. Build one with `on` or `of`.
 
-    `capability` is the CUDA compute capability and `cudnn_version` cuDNN's number (91900 is 9.19.0), None
+    `sm` is the CUDA compute capability as in sm_90 and `cudnn_version` cuDNN's number (91900 is 9.19.0), None
     where there is none; `interpreted` says that Triton interprets its kernels (TRITON_INTERPRET=1).
     """
 
     device_type: str
-    capability: tuple[int, int] | None
+    sm: int | None
     cudnn_version: int | None
     interpreted: bool
     dtype: torch.dtype
@@ -53,12 +53,12 @@ class AttentionSpec:
         needs_lse: bool = False,
         needs_grad: bool = True,
     ) -> AttentionSpec:
-        """The spec of a call on `device`, whose capability and libraries are read here."""
+        """The spec of a call on `device`, whose architecture and libraries are read here."""
         device = torch.device(device)
-        capability, cudnn_version, interpreted = _device_facts(device)
+        sm, cudnn_version, interpreted = _device_facts(device)
         return cls(
             device_type=device.type,
-            capability=capability,
+            sm=sm,
             cudnn_version=cudnn_version,
             interpreted=interpreted,
             dtype=dtype,
@@ -95,9 +95,10 @@ class AttentionSpec:
 
 # A constant for the graph: torch.compile cannot trace these questions, and their answers do not change.
 @torch.compiler.assume_constant_result
-def _device_facts(device: torch.device) -> tuple[tuple[int, int] | None, int | None, bool]:
-    """(capability, cudnn_version, interpreted) of a device."""
+def _device_facts(device: torch.device) -> tuple[int | None, int | None, bool]:
+    """(sm, cudnn_version, interpreted) of a device; no tuples within: torch 2.11 cannot compare those in a graph."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" or not torch.cuda.is_available():
         return None, None, interpreted
-    return torch.cuda.get_device_capability(device), torch.backends.cudnn.version(), interpreted
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor, torch.backends.cudnn.version(), interpreted

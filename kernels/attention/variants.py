@@ -91,7 +91,7 @@ def _fastest_first(spec: AttentionSpec) -> tuple[str, ...]:
         return ("sdpa_flash", "sdpa_math", "standard")
     if spec.dtype.itemsize > 2:
         return ("sdpa_efficient", "flash_v2", "sdpa_math", "standard")
-    if spec.capability is not None and spec.capability >= (9, 0):
+    if spec.sm is not None and spec.sm >= 90:
         return ("sdpa_cudnn", "flash_v2", "sdpa_flash", "sdpa_efficient", "sdpa_math", "standard")
     return ("flash_v2", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "standard")
 

@@ -27,7 +27,7 @@ from flashtrain.kernels.attention.variants import VARIANTS
 
 H200 = AttentionSpec(
     device_type="cuda",
-    capability=(9, 0),
+    sm=90,
     cudnn_version=91900,
     interpreted=False,
     dtype=torch.bfloat16,
@@ -41,18 +41,18 @@ H200 = AttentionSpec(
     needs_lse=False,
     needs_grad=True,
 )
-CPU = replace(H200, device_type="cpu", capability=None, cudnn_version=None, dtype=torch.float32)
-RTX_4090, RTX_5090 = replace(H200, capability=(8, 9)), replace(H200, capability=(12, 0))
+CPU = replace(H200, device_type="cpu", sm=None, cudnn_version=None, dtype=torch.float32)
+RTX_4090, RTX_5090 = replace(H200, sm=89), replace(H200, sm=120)
 OLD_CUDNN = replace(H200, cudnn_version=91002)
-TURING = (7, 5)
+TURING = 75
 WINDOW = Intervals.window(1023, 0)
 
 # Every limit of every variant: the call it refuses, as a change to a call it serves, and the reason.
 REFUSALS = [
     ("standard", H200, {"dtype": torch.float8_e4m3fn}, "computes in float16, bfloat16, float32, float64, not"),
     ("flash_v2", CPU, {}, "runs on cuda, and on cpu only with TRITON_INTERPRET=1"),
-    ("flash_v2", H200, {"capability": TURING}, "needs a GPU of sm_80 or later, and there is sm_75"),
-    ("flash_v2", H200, {"capability": None}, "needs a GPU of sm_80 or later, and there is none here"),
+    ("flash_v2", H200, {"sm": TURING}, "needs a GPU of sm_80 or later, and there is sm_75"),
+    ("flash_v2", H200, {"sm": None}, "needs a GPU of sm_80 or later, and there is none here"),
     ("flash_v2", H200, {"dtype": torch.float64}, "computes in float16, bfloat16, float32, not in float64"),
     ("flash_v2", H200, {"head_dim": 8, "v_head_dim": 8}, "from 16 to 256 in multiples of 8, not 8"),
     ("flash_v2", H200, {"head_dim": 264, "v_head_dim": 264}, "head dimensions from 16 to 256"),
@@ -64,7 +64,7 @@ REFUSALS = [
     ("sdpa_math", CPU, {"intervals": WINDOW, "kv_len": 8193}, "for up to 8192 keys, not for 8193"),
     ("sdpa_efficient", H200, {"needs_lse": True}, "returns no log-sum-exp"),
     ("sdpa_efficient", CPU, {}, "runs on cuda, not on cpu"),
-    ("sdpa_efficient", H200, {"capability": TURING}, "needs a GPU of sm_80"),
+    ("sdpa_efficient", H200, {"sm": TURING}, "needs a GPU of sm_80"),
     ("sdpa_efficient", H200, {"dtype": torch.float64}, "not in float64"),
     ("sdpa_efficient", H200, {"head_dim": 100}, "of whole 16-byte rows, not 100 in bfloat16"),
     ("sdpa_efficient", H200, {"v_head_dim": 100}, "of whole 16-byte rows, not 100"),
@@ -72,7 +72,7 @@ REFUSALS = [
     ("sdpa_efficient", H200, {"q_len": 16384, "kv_len": 16385}, "for up to 8192 keys, not for 16385"),
     ("sdpa_flash", H200, {"needs_lse": True}, "returns no log-sum-exp"),
     ("sdpa_flash", H200, {"device_type": "mps"}, "runs on cuda and cpu, not on mps"),
-    ("sdpa_flash", H200, {"capability": TURING}, "needs a GPU of sm_80"),
+    ("sdpa_flash", H200, {"sm": TURING}, "needs a GPU of sm_80"),
     ("sdpa_flash", H200, {"dtype": torch.float32}, "computes in float16, bfloat16, not in float32"),
     ("sdpa_flash", H200, {"head_dim": 264, "v_head_dim": 264}, "from 8 to 256 in multiples of 8, not 264"),
     ("sdpa_flash", H200, {"v_head_dim": 64}, "takes one head dimension"),
@@ -86,7 +86,7 @@ REFUSALS = [
     ("sdpa_flash", CPU, {"q_len": 1}, "takes the causal mask where"),
     ("sdpa_cudnn", H200, {"needs_lse": True}, "returns no log-sum-exp"),
     ("sdpa_cudnn", CPU, {}, "runs on cuda, not on cpu"),
-    ("sdpa_cudnn", H200, {"capability": TURING}, "needs a GPU of sm_80"),
+    ("sdpa_cudnn", H200, {"sm": TURING}, "needs a GPU of sm_80"),
     ("sdpa_cudnn", H200, {"dtype": torch.float32}, "computes in float16, bfloat16, not in float32"),
     ("sdpa_cudnn", H200, {"head_dim": 136}, "from 8 to 128 in multiples of 8, not 136"),
     ("sdpa_cudnn", H200, {"v_head_dim": 36}, "in multiples of 8, not 36"),
@@ -147,10 +147,10 @@ def test_what_is_served():
         pytest.param(H200, "sdpa_cudnn", id="hopper-bf16"),
         pytest.param(replace(H200, needs_lse=True), "flash_v2", id="hopper-lse"),
         pytest.param(replace(H200, q_len=4096), "flash_v2", id="hopper-Sq-less-than-Sk"),
-        pytest.param(replace(H200, head_dim=64, v_head_dim=64, capability=(8, 0)), "flash_v2", id="ampere-bf16"),
+        pytest.param(replace(H200, head_dim=64, v_head_dim=64, sm=80), "flash_v2", id="ampere-bf16"),
         pytest.param(replace(H200, dtype=torch.float32), "sdpa_efficient", id="hopper-fp32"),
         pytest.param(replace(H200, dtype=torch.float64), "sdpa_math", id="hopper-fp64"),
-        pytest.param(replace(H200, capability=TURING), "sdpa_math", id="turing"),
+        pytest.param(replace(H200, sm=TURING), "sdpa_math", id="turing"),
         pytest.param(CPU, "sdpa_flash", id="cpu"),
         pytest.param(replace(CPU, interpreted=True), "sdpa_flash", id="cpu-interpreter"),
         pytest.param(replace(CPU, q_len=4096), "sdpa_math", id="cpu-Sq-less-than-Sk"),
