@@ -20,10 +20,9 @@ def standard(spec: AttentionSpec) -> str | None:
 
 
 def flash_v2(spec: AttentionSpec) -> str | None:
-    if spec.device_type != "cuda" and not spec.interpreted:
-        return f"runs on cuda, and on {spec.device_type} only with TRITON_INTERPRET=1 in the environment"
     return (
-        _sm(spec, 80)
+        _device_of_triton(spec)
+        or _sm(spec, 80)
         or _dtype(spec, _SINGLE)
         or _head_dims(spec, multiple=8, least=16, most=256)
         or _one_head_dim(spec)
@@ -86,6 +85,12 @@ def needs_dense_mask(spec: AttentionSpec) -> bool:
 
 def _device(spec: AttentionSpec, *types: str) -> str | None:
     return None if spec.device_type in types else f"runs on {' and '.join(types)}, not on {spec.device_type}"
+
+
+def _device_of_triton(spec: AttentionSpec) -> str | None:
+    if spec.device_type == "cuda" or (spec.device_type == "cpu" and spec.interpreted):
+        return None
+    return f"runs on cuda, or on cpu with TRITON_INTERPRET=1 in the environment, not on {spec.device_type}"
 
 
 def _sm(spec: AttentionSpec, least: int) -> str | None:

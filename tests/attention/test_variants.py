@@ -50,7 +50,8 @@ WINDOW = Intervals.window(1023, 0)
 # Every limit of every variant: the call it refuses, as a change to a call it serves, and the reason.
 REFUSALS = [
     ("standard", H200, {"dtype": torch.float8_e4m3fn}, "computes in float16, bfloat16, float32, float64, not"),
-    ("flash_v2", CPU, {}, "runs on cuda, and on cpu only with TRITON_INTERPRET=1"),
+    ("flash_v2", CPU, {}, "or on cpu with TRITON_INTERPRET=1 in the environment, not on cpu"),
+    ("flash_v2", H200, {"device_type": "mps", "interpreted": True}, "not on mps"),
     ("flash_v2", H200, {"sm": TURING}, "needs a GPU of sm_80 or later, and there is sm_75"),
     ("flash_v2", H200, {"sm": None}, "needs a GPU of sm_80 or later, and there is none here"),
     ("flash_v2", H200, {"dtype": torch.float64}, "computes in float16, bfloat16, float32, not in float64"),
