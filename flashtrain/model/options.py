@@ -35,6 +35,11 @@ class ModelOptions:
     vocab_size: int | None  # None: the tokenizer's
 
     @property
+    def position_limit(self) -> int | None:
+        """The longest sequence that the positions reach; None where there is no limit."""
+        return self.max_positions if self.positions == "learned" else None
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding and of the head: vocab_size rounded up to a multiple of 64."""
         return _round_up(self.vocab_size, VOCABULARY_MULTIPLE)
@@ -82,7 +87,7 @@ class ModelOptions:
             self,
             num_kv_heads=self.num_kv_heads or self.num_heads,
             head_dim=self.head_dim or self.hidden_size // self.num_heads,
-            max_positions=self.max_positions if self.positions == "learned" else None,
+            max_positions=self.position_limit,
             rope_theta=self.rope_theta if self.positions == "rope" else None,
             mlp_hidden_size=self.mlp_hidden_size or mlp_hidden_size,
         )

@@ -34,6 +34,7 @@ def _(positions_S: Tensor, head_dim: int, theta: float) -> Tensor:
 def rotate(x_BSHD: Tensor, table: Tensor) -> Tensor:
     """Rotate the pairs (x[d], x[d + D/2]) by the angles in `table`, in float32; return the dtype of `x`."""
     cos, sin = table[:, :, None]
-    first, second = x_BSHD.chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x_BSHD.dtype)
+    # Cast before the products, or autograd would round the gradient of each of them to the dtype of x.
+    first, second = x_BSHD.to(torch.promote_types(x_BSHD.dtype, table.dtype)).chunk(2, dim=-1)
+    halves = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat([half.to(x_BSHD.dtype) for half in halves], dim=-1)

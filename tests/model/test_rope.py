@@ -32,6 +32,15 @@ def test_rotation_is_the_half_split_pairing_of_gpt_neox_and_llama():
     torch.testing.assert_close(rotate(x_BSHD, table), x_BSHD * cos + swapped * sin, rtol=0, atol=1e-14)
 
 
+def test_gradient_is_rotated_back_and_rounded_once():
+    x_BSHD = torch.randn(1, 100, 2, 64).bfloat16().requires_grad_()
+    grad = torch.randn_like(x_BSHD)
+    table = rope_table(torch.arange(100), 64, 10000.0)
+    (actual,) = torch.autograd.grad(rotate(x_BSHD, table), x_BSHD, grad)
+    backwards = rotate(grad.float(), table * torch.tensor([1, -1])[:, None, None])
+    assert torch.equal(actual, backwards.bfloat16())
+
+
 def test_scores_depend_on_the_distance_only():
     q, k = torch.randn(2, 1, 1, 1, 64, dtype=torch.float64)
 
