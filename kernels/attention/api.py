@@ -36,8 +36,9 @@ def attention(
     _check(q, k, v)
     name = resolve(variant, AttentionSpec.of(q, k, v, intervals, needs_lse=return_lse))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    scale = q.shape[3] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):
-        out, lse = VARIANTS[name].attend(q, k, v, intervals, q.shape[-1] ** -0.5 if scale is None else scale)
+        out, lse = VARIANTS[name].attend(q, k, v, intervals, scale)
     if not return_lse:
         return out
     assert lse is not None, f"{name} said that it returns the lse"

@@ -54,6 +54,10 @@ class Intervals:
     def is_causal(self) -> bool:
         return self.left is None and self.right == 0
 
+    def needs_dense(self, Sq: int, Sk: int) -> bool:
+        """Whether a kernel that knows no mask but an `is_causal` flag, the triangle j <= i, needs it written out."""
+        return not self.is_full and not (self.is_causal and Sq == Sk)
+
     def bounds(self, i: int, Sq: int, Sk: int) -> tuple[int, int]:
         """The half-open range (lo, hi) of keys that query i sees; lo == hi where it sees none."""
         position = i + Sk - Sq

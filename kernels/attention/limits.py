@@ -74,13 +74,8 @@ def sdpa_cudnn(spec: AttentionSpec) -> str | None:
         # One query gives NaN gradients (NVIDIA/cudnn-frontend#1072), and one key has no kernel.
         or _lengths(spec, least=2)
         or _no_dense_mask(spec)
-        or _cudnn_ragged(spec)
+        or _cudnn(spec)
     )
-
-
-def needs_dense_mask(spec: AttentionSpec) -> bool:
-    """Whether the mask is neither full nor PyTorch's `is_causal`, a triangle that is aligned top-left."""
-    return not spec.intervals.is_full and not (spec.intervals.is_causal and spec.q_len == spec.kv_len)
 
 
 def _device(spec: AttentionSpec, *types: str) -> str | None:
@@ -147,7 +142,7 @@ def _full_or_causal(spec: AttentionSpec) -> str | None:
 
 
 def _no_dense_mask(spec: AttentionSpec) -> str | None:
-    if not needs_dense_mask(spec):
+    if not spec.intervals.needs_dense(spec.q_len, spec.kv_len):
         return None
     return _full_or_causal(spec) or (
         f"takes the causal mask where there are as many queries as keys, not {spec.q_len} and {spec.kv_len}"
@@ -155,7 +150,7 @@ def _no_dense_mask(spec: AttentionSpec) -> str | None:
 
 
 def _dense_mask(spec: AttentionSpec) -> str | None:
-    if not needs_dense_mask(spec) or spec.kv_len <= MAX_DENSE_MASK_KEYS:
+    if not spec.intervals.needs_dense(spec.q_len, spec.kv_len) or spec.kv_len <= MAX_DENSE_MASK_KEYS:
         return None
     return f"writes a mask like this out for up to {MAX_DENSE_MASK_KEYS} keys, not for {spec.kv_len}"
 
@@ -167,9 +162,10 @@ def _flash_backward(spec: AttentionSpec) -> str | None:
     return None
 
 
-def _cudnn_ragged(spec: AttentionSpec) -> str | None:
-    """Ragged last tiles were wrong before cuDNN 9.15.1 (pytorch/pytorch#169849)."""
-    fixed = spec.cudnn_version is not None and spec.cudnn_version >= 91501
-    if fixed or (spec.q_len % 128 == 0 and spec.kv_len % 128 == 0):
-        return None
-    return f"needs cuDNN 9.15.1 for lengths that are no multiples of 128, and this is {spec.cudnn_version}"
+def _cudnn(spec: AttentionSpec) -> str | None:
+    if spec.cudnn_version is None:
+        return "needs cuDNN, which this PyTorch comes without"
+    # Before cuDNN 9.15.1 a last tile that is not full was computed wrongly (pytorch/pytorch#169849).
+    if spec.cudnn_version < 91501 and (spec.q_len % 128 != 0 or spec.kv_len % 128 != 0):
+        return f"needs cuDNN 9.15.1 for lengths that are no multiples of 128, and this is {spec.cudnn_version}"
+    return None

@@ -71,10 +71,8 @@ def _mask(q: Tensor, k: Tensor, intervals: Intervals) -> tuple[Tensor | None, bo
     A query that sees no key is let see all of them, which is finite; `_zero_empty_rows` puts that right.
     """
     Sq, Sk = q.shape[1], k.shape[1]
-    if intervals.is_full:
-        return None, False
-    if intervals.is_causal and Sq == Sk:
-        return None, True
+    if not intervals.needs_dense(Sq, Sk):
+        return None, intervals.is_causal
     visible = intervals.dense(Sq, Sk, q.device)
     hidden = ~visible & visible.any(dim=1, keepdim=True)
     bias = torch.zeros(Sq, Sk, dtype=q.dtype, device=q.device).masked_fill(hidden, -math.inf)

@@ -77,13 +77,13 @@ def choose(spec: AttentionSpec) -> tuple[str, str]:
 
     Raises Unsupported where none can.
     """
-    reason = "the fastest that can serve this call"
+    passed_over = ""
     for name in _fastest_first(spec):
-        why_not = refusal(name, spec)
-        if why_not is None:
-            return name, reason
-        reason = f"{reason}; {name} {why_not}"
-    raise Unsupported(f"attention: no variant is {reason}")
+        reason = refusal(name, spec)
+        if reason is None:
+            return name, f"the fastest that can serve this call{passed_over}"
+        passed_over = f"{passed_over}; {name} {reason}"
+    raise Unsupported(f"attention: no variant can serve this call{passed_over}")
 
 
 def _fastest_first(spec: AttentionSpec) -> tuple[str, ...]:
@@ -97,16 +97,16 @@ def _fastest_first(spec: AttentionSpec) -> tuple[str, ...]:
 
 
 def resolve(variant: str, spec: AttentionSpec) -> str:
-    """The name of the variant to call: the chosen one for "auto" (logged once), else `variant` itself.
+    """The name of the variant to call: the chosen one for "auto", else `variant` itself.
 
-    Raises Unsupported where it cannot serve `spec`.
+    A choice is logged the first time that it is made. Raises Unsupported where it cannot serve `spec`.
     """
     if variant != "auto":
         require(variant, spec)
         return variant
     name, reason = choose(spec)
-    # A reason may hold symbolic lengths when it is traced, and those cannot be printed.
-    _log_once(f"attention: auto chose {name}" + ("" if torch.compiler.is_compiling() else f", {reason}"))
+    # A traced reason may hold symbolic lengths, which cannot be printed.
+    _log_choice(name, "for a compiled call" if torch.compiler.is_compiling() else reason)
     return name
 
 
@@ -114,7 +114,7 @@ _logged: set[str] = set()
 
 
 @torch.compiler.assume_constant_result
-def _log_once(message: str) -> None:
-    if message not in _logged:
-        _logged.add(message)
-        log.info(message)
+def _log_choice(name: str, reason: str) -> None:
+    if name not in _logged:
+        _logged.add(name)
+        log.info("attention: auto chose %s, %s", name, reason)

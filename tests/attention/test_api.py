@@ -142,7 +142,9 @@ def test_auto_logs_from_a_trace(caplog, monkeypatch):
     with caplog.at_level(logging.INFO, logger="flashtrain"):
         attend(*make_qkv(1, 6, 6, 2, 2, 8), CAUSAL)
         attend(*make_qkv(1, 6, 6, 2, 2, 8), CAUSAL)
-    assert [record.getMessage() for record in caplog.records] == ["attention: auto chose sdpa_flash"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention: auto chose sdpa_flash, for a compiled call"
+    ]
 
 
 def test_refusal_in_a_trace_carries_the_reason():

@@ -57,6 +57,13 @@ def test_window_counts_extra_keys_on_each_side():
     assert Intervals.window(1, None).bounds(4, 9, 9) == (3, 9)
 
 
+def test_dense_is_needed_but_for_the_full_mask_and_the_triangle():
+    assert not Intervals.full().needs_dense(5, 9)
+    assert not Intervals.causal().needs_dense(5, 5)
+    assert Intervals.causal().needs_dense(5, 9)
+    assert Intervals.window(3, 0).needs_dense(5, 5)
+
+
 def test_visible_counts_a_million_tokens_in_closed_form():
     n = 1 << 20
     assert Intervals.full().visible(n, n) == n * n

@@ -66,6 +66,14 @@ def test_rows_that_see_no_key_are_exactly_zero(intervals):
     assert dk.isfinite().all() and dv.isfinite().all()
 
 
+@pytest.mark.parametrize(("Sq", "Sk"), [(3, 0), (0, 3)], ids=["no-keys", "no-queries"])
+def test_math_takes_empty_sequences(Sq, Sk):
+    q, k, v = (x.requires_grad_() for x in make_qkv(1, Sq, Sk, 2, 1, 8))
+    out = attention(q, k, v, CAUSAL, variant="sdpa_math")
+    assert out.shape == (1, Sq, 2, 8) and (out == 0).all()
+    assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
 def compile_and_record(function, operators: list[str]):
     """`function` compiled without a graph break; the operators of its forward and backward are added."""
 

@@ -94,6 +94,7 @@ REFUSALS = [
     ("sdpa_cudnn", H200, {"q_len": 1, "intervals": Intervals.full()}, "takes lengths from 2, not 1 queries"),
     ("sdpa_cudnn", H200, {"q_len": 4096}, "takes the causal mask where"),
     ("sdpa_cudnn", H200, {"intervals": WINDOW}, "takes the full and the causal mask"),
+    ("sdpa_cudnn", H200, {"cudnn_version": None}, "needs cuDNN, which this PyTorch comes without"),
     ("sdpa_cudnn", OLD_CUDNN, {"q_len": 100, "kv_len": 100}, "no multiples of 128, and this is 91002"),
 ]
 
@@ -169,11 +170,12 @@ def test_auto_says_what_it_passed_over():
 
 
 def test_auto_refuses_what_no_variant_serves():
-    with pytest.raises(Unsupported, match="no variant is the fastest.*standard computes in"):
+    with pytest.raises(Unsupported, match="no variant can serve this call; .*; standard computes in"):
         choose(replace(CPU, dtype=torch.float8_e4m3fn))
 
 
-def test_auto_logs_each_choice_once(caplog):
+def test_auto_logs_a_choice_once(caplog, monkeypatch):
+    monkeypatch.setattr("flashtrain.kernels.attention.variants._logged", set())
     spec = replace(H200, intervals=Intervals.window(17, 17))
     with caplog.at_level(logging.INFO, logger="flashtrain"):
         for _ in range(3):
