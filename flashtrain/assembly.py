@@ -117,7 +117,7 @@ def build_model(options: ModelOptions, variant: str, device: Device) -> GPT:
     """The model on its device, weights drawn from the global generator, attention bound to `variant`."""
     model = GPT(options, functools.partial(attention, intervals=CAUSAL, variant=variant)).to(device.type)
     if device.compile:
-        model.compile()
+        model.compile(dynamic=False)
     return model
 
 
@@ -125,6 +125,7 @@ def scorer(model: GPT, device: Device, chunk_size: int) -> NllFunction:
     """What an evaluation asks for: (B, L) inputs and targets -> their negative log-likelihoods in nats."""
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")  # every length and last batch would be compiled anew
     def nll(inputs_BL: Tensor, targets_BL: Tensor) -> Tensor:
         targets_BL = targets_BL.to(device.type)
         with device.autocast():

@@ -144,6 +144,7 @@ def settle(composed: DictConfig, overrides: list[str]) -> Config:
         raise UserError("resume and run are both set; resume continues training, run evaluates: name one.")
     folder = composed.resume or composed.run
     config = OmegaConf.to_object(_of_saved_run(Path(folder), composed, overrides) if folder else composed)
+    config.eval = config.eval.resolve(config.train.sequence_length, config.model.position_limit)
     problems = contradictions(config)
     if len(problems) > 1:
         raise UserError("\n  - ".join(["these settings do not go together:", *problems]))
@@ -219,16 +220,16 @@ def _differences(key: str, saved: object, asked: object) -> list[str]:
 
 def contradictions(config: Config) -> list[str]:
     """Every problem that the settings have together, one sentence each."""
-    max_positions = config.model.max_positions if config.model.positions == "learned" else None
     return [
         *_below_one("train", config.train),
         *_below_one("trainer", config.trainer),
-        *_sizes(config.train, max_positions),
+        *_sizes(config.train, config.model.position_limit),
         *config.model.validate(),
         *config.optimizer.validate(),
         *config.schedule.validate(),
-        *config.eval.validate(max_positions),
+        *config.eval.validate(config.model.position_limit),
         *_generation(config.generate),
+        *([f"seed is {config.seed}; it must be 0 or more."] if config.seed < 0 else []),
     ]
 
 
@@ -241,16 +242,16 @@ def _below_one(group: str, options: TrainConfig | TrainerConfig) -> list[str]:
     ]
 
 
-def _sizes(train: TrainConfig, max_positions: int | None) -> list[str]:
+def _sizes(train: TrainConfig, position_limit: int | None) -> list[str]:
     length, tokens, problems = train.sequence_length, train.tokens_per_step, []
     if length > 0 and tokens % length:
         problems.append(
             f"train.tokens_per_step is {tokens} and no multiple of train.sequence_length {length}; the next that "
             f"is: train.tokens_per_step={(tokens // length + 1) * length}."
         )
-    if max_positions is not None and length > max_positions:
+    if position_limit is not None and length > position_limit:
         problems.append(
-            f"train.sequence_length is {length} and the model's learned positions end at {max_positions}; "
+            f"train.sequence_length is {length} and the model's learned positions end at {position_limit}; "
             "lower it, or say model.positions=rope."
         )
     return problems

@@ -8,14 +8,16 @@ import logging
 import math
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.console import Console
 
 from flashtrain import evaluate, generate, runs
 from flashtrain.assembly import CAUSAL, Assembly, assemble
-from flashtrain.config import Config, to_yaml
+from flashtrain.config import Config, TrainConfig, to_yaml
 from flashtrain.data.datamodule import StepDataModule
 from flashtrain.errors import UserError
+from flashtrain.evaluation.windows import reached_lengths
 from flashtrain.model.gpt import GPT
 from flashtrain.model.head import summed_cross_entropy, token_nll
 from flashtrain.performance.flops import flops_per_token, peak_flops
@@ -43,9 +45,10 @@ def run(config: Config) -> None:
         rows_per_step=rows_per_step,
         num_steps=train.steps,
         seed=config.seed,
-        validation_rows=math.ceil(train.validation_tokens / train.sequence_length),
+        validation_rows=_validation_batches(train, micro_batch_rows) * micro_batch_rows,
         validation_batch_rows=micro_batch_rows,
     )
+    reached_lengths(np.diff(made.corpus.validation.offsets), config.eval.lengths)  # refused now, not after training
     head = {"vocab_size": model.options.vocab_size, "chunk_size": trainer_config.head_chunk_tokens}
     module = TrainingModule(
         model,
@@ -76,7 +79,7 @@ def run(config: Config) -> None:
         console=console,
     )
     log.info(_summary(config, made, rows_per_step, micro_batch_rows))
-    trainer.fit(module, data, ckpt_path=_checkpoint_to_resume(config), weights_only=True)
+    trainer.fit(module, data, ckpt_path=_checkpoint_to_resume(config))
     if trainer.global_step < train.steps:
         console.print(f"stopped after step {trainer.global_step}; continue with resume={folder}", highlight=False)
         return
@@ -86,6 +89,11 @@ def run(config: Config) -> None:
 def largest_part(total: int, at_most: int) -> int:
     """The largest divisor of `total` that is no more than `at_most`, and at least 1."""
     return max(part for part in range(1, total + 1) if total % part == 0 and part <= max(at_most, 1))
+
+
+def _validation_batches(train: TrainConfig, micro_batch_rows: int) -> int:
+    """Whole micro-batches, so that a compiled model meets one shape."""
+    return math.ceil(train.validation_tokens / (train.sequence_length * micro_batch_rows))
 
 
 def _folder(config: Config, made: Assembly) -> Path:

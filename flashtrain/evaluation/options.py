@@ -1,14 +1,17 @@
 """What a user may choose about an evaluation; the fields are the keys of conf/eval/*.yaml."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+MOST_DEFAULT_LENGTHS = 8
 
 
 @dataclass
 class EvalOptions:
     """Options of the perplexity curves; lengths are in tokens, a document's prefix token included."""
 
-    lengths: list[int]
-    """Lengths to score, increasing: each is a first-L-tokens length and a context length."""
+    lengths: list[int] | None
+    """Lengths to score, increasing: each is a first-L-tokens length and a context length. null: halvings of twice the
+    training length, or of the learned positions where they end before that."""
     targets_per_anchor: int
     """Targets before each anchor, whose context varies; fewer than the shortest length."""
     max_documents: int | None
@@ -17,6 +20,14 @@ class EvalOptions:
     """Anchors in documents, at most, evenly spaced in corpus order; null: all."""
     batch_tokens: int
     """Tokens in one forward pass, at most; a longer window goes alone."""
+
+    def resolve(self, training_length: int, max_positions: int | None) -> "EvalOptions":
+        """Return the options with the lengths written out."""
+        if self.lengths is not None:
+            return self
+        longest = min(2 * training_length, max_positions or 2 * training_length)
+        halvings = [longest >> times for times in range(MOST_DEFAULT_LENGTHS)]
+        return replace(self, lengths=sorted(length for length in halvings if length > self.targets_per_anchor))
 
     def validate(self, max_positions: int | None) -> list[str]:
         """Return every problem, one sentence each; `max_positions` is the model's limit, None without one."""
