@@ -73,6 +73,7 @@ def assert_as_accurate_as_standard(
 
     failures = []
     for name, tensor in actual.items():
+        assert tensor.dtype == baseline[name].dtype, f"{name} is in {tensor.dtype}, not in {baseline[name].dtype}"
         error, baseline_error = _error(tensor, exact[name]), _largest(_error(baseline[name], exact[name]))
         allowed = 2 * baseline_error + torch.finfo(q.dtype).eps * scales[name]
         if not bool((error <= allowed).all()):

@@ -51,7 +51,7 @@ def test_cpu_kernels_are_as_accurate_as_standard(variant, case, heads):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("variant", CPU_KERNELS)
 def test_cpu_kernels_in_16_bits(variant, dtype):
-    inputs = make_qkv(2, 130, 130, 6, 2, 64, dtype=dtype)
+    inputs = make_qkv(2, 130, 130, 4, 4, 64, dtype=dtype)
     assert_as_accurate_as_standard(attend_with(variant, CAUSAL), inputs, CAUSAL)
 
 
@@ -149,22 +149,6 @@ def test_the_efficient_kernel_gets_an_aligned_bias():
     (bias,) = (args[3] for name, args in calls if name == CUDA_KERNELS["sdpa_efficient"])
     assert bias.shape == (2, 4, 50, 70) and bias.dtype == torch.bfloat16
     assert bias.stride() == (0, 0, 80, 1)
-
-
-GPU_CASES = [
-    *((variant, case) for variant in ("sdpa_flash", "sdpa_cudnn") for case in FLASH_CASES if case[1] > 1),
-    *((variant, case) for variant in ("sdpa_math", "sdpa_efficient") for case in MASK_CASES),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("variant", "case"), GPU_CASES, ids=case_id)
-def test_cuda_kernels_are_as_accurate_as_standard(variant, case, head_dim, dtype):
-    intervals, Sq, Sk = case
-    inputs = make_qkv(2, Sq, Sk, 6, 2, head_dim, dtype=dtype, device="cuda")
-    assert_as_accurate_as_standard(attend_with(variant, intervals), inputs, intervals)
 
 
 @pytest.mark.gpu

@@ -64,9 +64,10 @@ def test_one_wrong_element_is_found_and_named(name, error):
     [
         pytest.param(lambda lse: lse.clamp(min=-1e30), r"^lse\[0, 0, 0\] is .* where -inf is right", id="finite"),
         pytest.param(lambda lse: lse.unsqueeze(-1), r"^shape \(1, 2, 9, 1\) where \(1, 2, 9\) is right", id="shape"),
+        pytest.param(lambda lse: lse.double(), r"^lse is in torch.float64, not in torch.float32", id="dtype"),
     ],
 )
-def test_a_wrong_infinity_and_a_wrong_shape_fail(change, message):
+def test_a_wrong_infinity_shape_or_dtype_fails(change, message):
     def attend_wrongly(q, k, v):
         out, lse = attend(q, k, v)
         return out, change(lse)
