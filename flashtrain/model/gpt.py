@@ -1,8 +1,8 @@
 """The decoder: token ids to hidden states after the final norm.
 
 Logits are left to head.py, which never builds them whole. Under autocast the residual stream is in autocast's
-dtype, as in Megatron and torchtitan: float32 would double the traffic between matrix products and save 96 MiB
-more per layer of a GPT-2 at 32,768 tokens. Norms compute in float32, parameters and gradients stay there.
+dtype, as in Megatron and torchtitan: float32 would double the traffic between matrix products, and a GPT-2 at
+32,768 tokens would hold 96 MiB more per layer for the backward pass. Norms compute in the float32 of their weights.
 """
 
 import math

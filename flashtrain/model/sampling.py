@@ -7,9 +7,9 @@ from flashtrain.model.gpt import GPT
 from flashtrain.model.head import next_logits
 
 
-@torch.no_grad()
-# Every step has a new length, for which compiled code would be built anew.
+# A compiled model runs uncompiled here: each step has a new length, for which code would be built anew.
 @torch.compiler.set_stance("force_eager")
+@torch.no_grad()
 def generate(
     model: GPT,
     prompt_tokens: Tensor,

@@ -162,9 +162,12 @@ def test_gpt2_head_at_32k_tokens_takes_at_most_1_5_gib():
     hidden = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(padded, width, device="cuda", requires_grad=True)
     targets = torch.randint(vocab_size, (rows,), device="cuda")
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    with torch.autocast("cuda", torch.bfloat16):
-        loss = summed_cross_entropy(hidden, weight, targets, vocab_size, chunk_size=4096)
-    loss.backward()
+    for _ in range(2):  # the first compiles
+        hidden.grad = weight.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = summed_cross_entropy(hidden, weight, targets, vocab_size, chunk_size=4096)
+        loss.backward()
+        del loss
     assert torch.cuda.max_memory_allocated() - before <= 1.5 * 2**30

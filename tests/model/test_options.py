@@ -32,23 +32,22 @@ def test_vocabulary_is_padded_to_a_multiple_of_64(vocab_size, padded):
     assert preset("nano", vocab_size=vocab_size).padded_vocab_size == padded
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"norm": "rms"}, "model.norm=rms is not one of layernorm, rmsnorm"),
-        ({"positions": "alibi"}, "model.positions=alibi is not one of learned, rope"),
-        ({"mlp": "relu"}, "model.mlp=relu is not one of gelu, swiglu"),
-        ({"num_layers": 0}, "model.num_layers=0 must be above zero"),
-        ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be above zero"),
-        ({"vocab_size": -1}, "model.vocab_size=-1 must be above zero"),
-        ({"num_heads": 5}, "model.hidden_size=192 is not divisible by model.num_heads=5"),
-        ({"num_kv_heads": 4}, "model.num_heads=6 is not a multiple of model.num_kv_heads=4"),
-        ({"positions": "learned"}, "model.positions=learned needs model.max_positions"),
-        ({"rope_theta": None}, "model.positions=rope needs model.rope_theta"),
-        ({"head_dim": 33}, "model.positions=rope needs an even head dimension"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
+CONTRADICTIONS = {
+    "norm": ({"norm": "rms"}, "model.norm=rms is not one of layernorm, rmsnorm"),
+    "positions": ({"positions": "alibi"}, "model.positions=alibi is not one of learned, rope"),
+    "mlp": ({"mlp": "relu"}, "model.mlp=relu is not one of gelu, swiglu"),
+    "layers": ({"num_layers": 0}, "model.num_layers=0 must be above zero"),
+    "eps": ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be above zero"),
+    "vocabulary": ({"vocab_size": -1}, "model.vocab_size=-1 must be above zero"),
+    "heads": ({"num_heads": 5}, "model.hidden_size=192 is not divisible by model.num_heads=5"),
+    "kv-heads": ({"num_kv_heads": 4}, "model.num_heads=6 is not a multiple of model.num_kv_heads=4"),
+    "learned-without-length": ({"positions": "learned"}, "model.positions=learned needs model.max_positions"),
+    "rope-without-theta": ({"rope_theta": None}, "model.positions=rope needs model.rope_theta"),
+    "rope-of-odd-heads": ({"head_dim": 33}, "model.positions=rope needs an even head dimension"),
+}
+
+
+@pytest.mark.parametrize(("changes", "problem"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
 def test_each_contradiction_is_one_sentence_that_names_the_key(changes, problem):
     problems = preset("nano", **changes).validate()
     assert len(problems) == 1
