@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..geometry import block_of_step, block_ranges, key_bounds, mask_arguments, query_bounds, steps, visible
 from ..tiles import Tiles
-from .views import addressable, load_tile, padded_head_dim, store_tile, view
+from .views import VARYING, addressable, load_tile, padded_head_dim, store_tile, view
 
 DELTA_ROWS = 64
 
@@ -75,7 +75,7 @@ def _add_queries(
     return dk_ND, dv_ND
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _bwd_dkdv_kernel(
     q, k, v, dout, dk, dv, lse_ptr, delta_ptr, scale, scale_log2e,
     q_len, kv_len, num_kv_heads, group_size, left, right,
@@ -136,7 +136,7 @@ def _add_keys(
     return dq_MD
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _bwd_dq_kernel(
     q, k, v, dout, dq, lse_ptr, delta_ptr, scale, scale_log2e,
     q_len, kv_len, num_q_heads, group_size, left, right,

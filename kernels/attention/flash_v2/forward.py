@@ -15,7 +15,7 @@ from torch import Tensor
 from ..geometry import block_of_step, block_ranges, key_bounds, mask_arguments, steps, visible
 from ..online_softmax import softmax_finish, softmax_start, softmax_update
 from ..tiles import Tiles
-from .views import addressable, load_tile, padded_head_dim, store_tile, view
+from .views import VARYING, addressable, load_tile, padded_head_dim, store_tile, view
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _attend(
     return acc_MD, row_max_M, row_sum_M
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _fwd_kernel(
     q, k, v, out, lse_ptr, scale_log2e, q_len, kv_len, num_q_heads, group_size,
     left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,

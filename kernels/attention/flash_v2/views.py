@@ -13,6 +13,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 ALIGNMENT_BYTES = 16
 
+# Kernel arguments whose values 1 and multiples of 16 get no compilation of their own.
+VARYING = ("kv_len", "num_q_heads", "num_kv_heads", "left", "right")
+
 
 def addressable(x_BSHD: Tensor) -> Tensor:
     """Returns x, or a copy if its last stride is not 1, a dimension is broadcast or rows are misaligned."""

@@ -1,0 +1,88 @@
+"""flash_v2's operators: what torch.compile, opcheck and autograd are promised."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from tolerance import assert_as_accurate_as_standard, make_qkv
+
+from flashtrain.kernels.attention import Intervals, attention, ops
+
+CAUSAL = Intervals.causal()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def flash_v2(q, k, v, intervals=CAUSAL):
+    return attention(q, k, v, intervals, variant="flash_v2", return_lse=True)
+
+
+def small_qkv(**options):
+    return make_qkv(1, 33, 40, 4, 2, 16, device=DEVICE, **options)
+
+
+def test_opcheck_of_the_forward():
+    q, k, v = (x.requires_grad_() for x in small_qkv())
+    torch.library.opcheck(ops._forward, (q, k, v, None, 0, 0.25))
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["all", "dq", "dkdv"])
+def test_opcheck_of_the_backward(needs):
+    q, k, v = small_qkv()
+    out, lse = ops._forward(q, k, v, 5, 0, 0.25)
+    torch.library.opcheck(ops._backward, (out, lse, q, k, v, out, lse, 5, 0, 0.25, *needs))
+
+
+def test_fakes_give_the_real_strides():
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in small_qkv())
+    real = ops._forward(q, k, v, None, 0, 0.25)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = ops._forward(*map(mode.from_tensor, (q, k, v)), None, 0, 0.25)
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compiles_whole(dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_v2, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    assert_as_accurate_as_standard(compiled, small_qkv(), CAUSAL, lse_gradient=True)
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv", "qv"])
+def test_gradients_are_computed_for_what_asks(wanted):
+    inputs = dict(zip("qkv", small_qkv(), strict=True))
+    dout = torch.randn_like(inputs["q"])
+    for name in wanted:
+        inputs[name].requires_grad_()
+    out, _ = flash_v2(*inputs.values())
+    some = torch.autograd.grad(out, [inputs[name] for name in wanted], dout)
+    for x in inputs.values():
+        x.requires_grad_()
+    out, _ = flash_v2(*inputs.values())
+    of_all = dict(zip("qkv", torch.autograd.grad(out, list(inputs.values()), dout), strict=True))
+    for name, gradient in zip(wanted, some, strict=True):
+        assert torch.equal(gradient, of_all[name])
+
+
+def test_gradient_through_the_lse_alone():
+    q, k, v = (x.requires_grad_() for x in small_qkv())
+    dq, dk, dv = torch.autograd.grad(flash_v2(q, k, v)[1].sum(), (q, k, v))
+    assert dq.abs().max() > 0 and dk.abs().max() > 0
+    assert (dv == 0).all()
+
+
+def test_second_derivatives_are_refused_in_one_sentence():
+    q, k, v = (x.requires_grad_() for x in small_qkv())
+    (dq,) = torch.autograd.grad(flash_v2(q, k, v)[0].sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="flash_v2 has no second derivative; use"):
+        dq.sum().backward()
+
+
+def test_operators_exist_without_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, flashtrain.kernels.attention\n"
+        "torch.ops.flashtrain.flash_v2.default, torch.ops.flashtrain.flash_v2_backward.default\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
