@@ -35,8 +35,8 @@ INTERPRETER = Tiles(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1), 
 HALF = {
     # Not measured. Fits the 99 KB of shared memory of the smaller GPUs of the family.
     "sm_80": {
-        64: Tiles(Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), use_tma=False),
-        128: Tiles(Tile(128, 32, 4, 2), Tile(32, 64, 4, 2), Tile(64, 32, 4, 2), use_tma=False),
+        64: Tiles(Tile(128, 64, 4, 2), Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), use_tma=False),
+        128: Tiles(Tile(128, 32, 4, 2), Tile(32, 64, 8, 2), Tile(64, 32, 4, 2), use_tma=False),
         256: Tiles(Tile(64, 32, 8, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1), use_tma=False),
     },
     "sm_90": {
@@ -63,9 +63,9 @@ HALF = {
 
 # Every architecture: exact fp32 products do not use tensor cores. Not measured.
 FP32 = {
-    64: Tiles(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1), use_tma=False),
-    128: Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), use_tma=False),
-    256: Tiles(Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 32, 4, 1), use_tma=False),
+    64: Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), use_tma=False),
+    128: Tiles(Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), use_tma=False),
+    256: Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), use_tma=False),
 }
 
 
