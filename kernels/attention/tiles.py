@@ -28,7 +28,7 @@ class Tiles:
     use_tma: bool
 
 
-# Small, uneven and odd on purpose: short test inputs then cross many tile edges. use_tma as on sm_90.
+# Small and uneven on purpose: short test inputs then cross many tile edges. use_tma as on sm_90.
 INTERPRETER = Tiles(Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1), use_tma=True)
 
 # architecture -> largest head dimension of a row -> how to launch for 16-bit inputs
