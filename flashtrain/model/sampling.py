@@ -1,10 +1,15 @@
 """Text generation by recomputing the whole context for each token: no cache, enough for a sample of a run."""
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flashtrain.model.gpt import GPT
 from flashtrain.model.head import next_logits
+
+LENGTH_MULTIPLE = 64
 
 
 # A compiled model runs uncompiled here: each step has a new length, for which code would be built anew.
@@ -25,14 +30,21 @@ def generate(
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: only the k likeliest tokens are drawn from; None draws from all.
         generator: the source of randomness, on the device of the prompt.
-        context_length: number of latest tokens that the model sees.
+        context_length: number of latest tokens that the model sees; no forward is longer.
     """
     tokens = prompt_tokens
     for _ in range(num_tokens):
-        hidden_1SC = model(tokens[None, -context_length:])
-        logits_V = next_logits(hidden_1SC[:, -1], model.head_weight, model.options.vocab_size)[0]
+        context = tokens[-context_length:]
+        hidden_1SC = model(_padded(context, context_length)[None])
+        logits_V = next_logits(hidden_1SC[:, len(context) - 1], model.head_weight, model.options.vocab_size)[0]
         tokens = torch.cat((tokens, _draw(logits_V, temperature, top_k, generator)))
     return tokens[len(prompt_tokens) :]
+
+
+def _padded(context: Tensor, longest: int) -> Tensor:
+    """Lengthen to a multiple of 64, since some attention variants refuse a single token; what follows is not seen."""
+    length = min(math.ceil(len(context) / LENGTH_MULTIPLE) * LENGTH_MULTIPLE, longest)
+    return F.pad(context, (0, length - len(context)))
 
 
 def _draw(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:

@@ -30,13 +30,15 @@ def attention(
     query's scaled scores, (B, Hq, Sq) in float32 (float64 for float64), differentiable too. A query that sees
     no key gives out 0, lse -inf and zero gradients.
 
-    Raises ValueError (shapes, devices), TypeError (dtypes), or Unsupported (a ValueError) where `variant`
+    Raises ValueError (shapes, devices, scale), TypeError (dtypes), or Unsupported (a ValueError) where `variant`
     does not exist or cannot serve the call: only "auto" chooses, and it logs its choice.
     """
     _check(q, k, v)
     name = resolve(variant, AttentionSpec.of(q, k, v, intervals, needs_lse=return_lse))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    if scale <= 0:
+        raise ValueError(f"attention: scale must be above 0, not {scale}")
     with torch.autocast(q.device.type, enabled=False):
         out, lse = VARIANTS[name].attend(q, k, v, intervals, scale)
     if not return_lse:

@@ -24,9 +24,9 @@ def flash_v2(spec: AttentionSpec) -> str | None:
         _device_of_triton(spec)
         or _sm(spec, 80)
         or _dtype(spec, _SINGLE)
+        or _no_interpreted_bf16(spec)
         or _head_dims(spec, multiple=8, least=16, most=256)
         or _one_head_dim(spec)
-        or _full_or_causal(spec)
     )
 
 
@@ -105,6 +105,13 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _no_interpreted_bf16(spec: AttentionSpec) -> str | None:
+    """Triton's interpreter multiplies the bits of bf16 numbers as if they were integers."""
+    if spec.device_type == "cuda" or spec.dtype != torch.bfloat16:
+        return None
+    return "computes in float16 or float32 in Triton's interpreter, not in bfloat16"
+
+
 def _head_dims(spec: AttentionSpec, *, multiple: int, least: int, most: int) -> str | None:
     for dim in (spec.head_dim, spec.v_head_dim):
         if dim % multiple != 0 or not least <= dim <= most:
@@ -138,7 +145,8 @@ def _no_lse(spec: AttentionSpec) -> str | None:
 def _full_or_causal(spec: AttentionSpec) -> str | None:
     if spec.intervals.is_full or spec.intervals.is_causal:
         return None
-    return f"takes the full and the causal mask, not {spec.intervals}"
+    # torch 2.11 cannot trace a string made from an object, only from its numbers.
+    return f"takes the full and the causal mask, not window({spec.intervals.left}, {spec.intervals.right})"
 
 
 def _no_dense_mask(spec: AttentionSpec) -> str | None:

@@ -32,6 +32,7 @@ GOOD = {"q": zeros(2, 5, 4, 8), "k": zeros(2, 7, 2, 8), "v": zeros(2, 7, 2, 8)}
         pytest.param({"v": zeros(2, 7, 4, 8)}, ValueError, r"not \(7, 2\) and \(7, 4\)", id="two-kv-heads"),
         pytest.param({"q": zeros(2, 5, 4, 16)}, ValueError, "one head_dim, not 16 and 8", id="two-head-dims"),
         pytest.param({"q": zeros(2, 5, 3, 8)}, ValueError, "3 query heads are not a multiple of 2", id="odd-group"),
+        pytest.param({"scale": 0.0}, ValueError, "scale must be above 0, not 0.0", id="no-scale"),
     ],
 )
 def test_wrong_inputs_are_named(bad, error, message):

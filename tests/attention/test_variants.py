@@ -59,7 +59,7 @@ REFUSALS = [
     ("flash_v2", H200, {"head_dim": 264, "v_head_dim": 264}, "head dimensions from 16 to 256"),
     ("flash_v2", H200, {"head_dim": 100, "v_head_dim": 100}, "in multiples of 8, not 100"),
     ("flash_v2", H200, {"v_head_dim": 64}, "takes one head dimension for q, k and v, not 128 and 64"),
-    ("flash_v2", H200, {"intervals": WINDOW}, "takes the full and the causal mask, not window(1023, 0)"),
+    ("flash_v2", replace(CPU, interpreted=True), {"dtype": torch.bfloat16}, "not in bfloat16"),
     ("sdpa_math", CPU, {"needs_lse": True}, "returns no log-sum-exp"),
     ("sdpa_math", CPU, {"dtype": torch.float8_e4m3fn}, "not in float8_e4m3fn"),
     ("sdpa_math", CPU, {"intervals": WINDOW, "kv_len": 8193}, "for up to 8192 keys, not for 8193"),
@@ -149,6 +149,7 @@ def test_what_is_served():
         pytest.param(H200, "sdpa_cudnn", id="hopper-bf16"),
         pytest.param(replace(H200, needs_lse=True), "flash_v2", id="hopper-lse"),
         pytest.param(replace(H200, q_len=4096), "flash_v2", id="hopper-Sq-less-than-Sk"),
+        pytest.param(replace(H200, intervals=WINDOW), "flash_v2", id="hopper-window"),
         pytest.param(replace(H200, head_dim=64, v_head_dim=64, sm=80), "flash_v2", id="ampere-bf16"),
         pytest.param(replace(H200, dtype=torch.float32), "sdpa_efficient", id="hopper-fp32"),
         pytest.param(replace(H200, dtype=torch.float64), "sdpa_math", id="hopper-fp64"),
@@ -181,7 +182,7 @@ def test_auto_logs_a_choice_once(caplog, monkeypatch):
         for _ in range(3):
             resolve("auto", spec)
     (record,) = caplog.records
-    assert record.getMessage().startswith("attention: auto chose sdpa_efficient, the fastest that can serve")
+    assert record.getMessage().startswith("attention: auto chose flash_v2, the fastest that can serve")
     assert "sdpa_cudnn takes the full and the causal mask, not window(17, 17)" in caplog.text
 
 

@@ -51,11 +51,20 @@ def test_padding_tokens_are_never_drawn(model):
     assert sample(model, num_tokens=100, temperature=10.0).max() < 100
 
 
-def test_the_model_sees_at_most_the_context(model):
+@pytest.mark.parametrize(("context_length", "fed"), [(7, 7), (64, 64), (100, 64)])
+def test_the_model_is_fed_a_round_length_or_the_context(model, context_length, fed):
     lengths = []
     model.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
-    sample(model, num_tokens=5, context_length=7)
-    assert lengths == [5, 6, 7, 7, 7]
+    sample(model, num_tokens=5, context_length=context_length)
+    assert lengths == [fed] * 5
+
+
+def test_tokens_before_the_context_change_nothing(model):
+    long = torch.cat((PROMPT.flip(0), PROMPT))
+    continuations = [
+        generate(model, prompt, 1, 0, None, torch.Generator(), context_length=5) for prompt in (long, PROMPT)
+    ]
+    assert torch.equal(*continuations)
 
 
 def test_compiled_model_is_sampled_without_compiling_for_each_length(model):
