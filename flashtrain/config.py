@@ -144,6 +144,7 @@ def settle(composed: DictConfig, overrides: list[str]) -> Config:
         raise UserError("resume and run are both set; resume continues training, run evaluates: name one.")
     folder = composed.resume or composed.run
     config = OmegaConf.to_object(_of_saved_run(Path(folder), composed, overrides) if folder else composed)
+    config.optimizer = config.optimizer.resolve(config.model.hidden_size)
     config.eval = config.eval.resolve(config.train.sequence_length, config.model.position_limit)
     problems = contradictions(config)
     if len(problems) > 1:
@@ -157,11 +158,11 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def unknown_key(full_key: str, parent: DictConfig) -> str:
-    """The sentence for a key that `parent` does not have, with the nearest that it has."""
+def unknown_key(full_key: str, group: type) -> str:
+    """The sentence for a key that dataclass `group` does not have, with the nearest that it has."""
     prefix, _, key = full_key.rpartition(".")
     where = f"{prefix}." if prefix else ""
-    names = [str(name) for name in OmegaConf.get_type(parent).__dataclass_fields__]
+    names = list(group.__dataclass_fields__)
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     if near:
         return f"there is no setting {full_key}; did you mean {where}{near[0]}?"
@@ -170,9 +171,10 @@ def unknown_key(full_key: str, parent: DictConfig) -> str:
 
 def _refuse_unknown_keys(node: DictConfig, prefix: str = "") -> None:
     """Hydra's + adds keys that no schema has; here they are refused like any other unknown key."""
+    group = OmegaConf.get_type(node)
     for key in node:
-        if key not in OmegaConf.get_type(node).__dataclass_fields__:
-            raise UserError(unknown_key(f"{prefix}{key}", node))
+        if key not in group.__dataclass_fields__:
+            raise UserError(unknown_key(f"{prefix}{key}", group))
         if not OmegaConf.is_missing(node, key) and isinstance(node[key], DictConfig):
             _refuse_unknown_keys(node[key], f"{prefix}{key}.")
 

@@ -6,6 +6,7 @@ and keeps its trace.
 """
 
 import contextlib
+import dataclasses
 import difflib
 import logging
 import os
@@ -16,8 +17,8 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from flashtrain import config as schema
@@ -56,20 +57,22 @@ def explain(error: Exception) -> str:
     """One sentence for an error of Hydra or OmegaConf: what came, what is allowed, what to do."""
     if isinstance(error, MissingConfigException):
         return _unknown_choice(error)
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(error, OverrideParseException):
+        return f"{error.override} cannot be read ({error.message.splitlines()[0]}); write key=value, lists as key=[1,2]"
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     key = getattr(cause, "full_key", None)
-    parent = getattr(cause, "parent_node", None)
+    group = getattr(cause, "object_type", None)
     where = re.match(r"In '([^']+)'", str(error))
     place = f"conf/{where.group(1)}.yaml: " if where else ""
     if isinstance(cause, MissingMandatoryValue):
         return f"{key} has no value; say {key}=..."
-    if key and isinstance(parent, DictConfig) and f"Key '{key.rpartition('.')[2]}' not in" in str(cause):
-        return place + schema.unknown_key(key, parent)
+    if dataclasses.is_dataclass(group) and f"Key '{key.rpartition('.')[2]}' not in" in str(cause):
+        return place + schema.unknown_key(key, group)
     if key and isinstance(cause, OmegaConfBaseException):
         return f"{place}{key}: {str(cause).splitlines()[0]}"
     override = re.search(r"Could not override '([^']+)'", str(error))
     if override:
-        return schema.unknown_key(override.group(1), OmegaConf.structured(schema.Config))
+        return schema.unknown_key(override.group(1), schema.Config)
     return " ".join(str(error).split())
 
 

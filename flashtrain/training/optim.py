@@ -1,6 +1,6 @@
 """The optimizer: its options, and which parameters decay."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.optim import AdamW
@@ -10,8 +10,8 @@ from torch.optim import AdamW
 class OptimizerOptions:
     """AdamW (arXiv 1711.05101); the fields are the keys of conf/optimizer/*.yaml."""
 
-    learning_rate: float
-    """Peak learning rate; the schedule scales it."""
+    learning_rate: float | None
+    """Peak learning rate; the schedule scales it. null: 0.5 / hidden_size, close to what GPT-3 used at each size."""
     beta1: float
     beta2: float
     eps: float
@@ -19,6 +19,10 @@ class OptimizerOptions:
     """Decay of matrices, embeddings included; norms and biases never decay."""
     clip_norm: float | None
     """Largest norm of a step's gradient, over all parameters together; null: no clipping."""
+
+    def resolve(self, hidden_size: int) -> "OptimizerOptions":
+        """Return the options with the learning rate written out."""
+        return self if self.learning_rate is not None else replace(self, learning_rate=0.5 / hidden_size)
 
     def validate(self) -> list[str]:
         """Return every problem as one sentence."""

@@ -41,9 +41,9 @@ HALF = {
     },
     "sm_90": {
         # Not measured.
-        64: Tiles(Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3), use_tma=True),
+        64: Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 4, 2), Tile(128, 64, 4, 3), use_tma=True),
         # Not measured.
-        128: Tiles(Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(128, 64, 8, 3), use_tma=True),
+        128: Tiles(Tile(128, 128, 8, 2), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3), use_tma=True),
         # Not measured.
         256: Tiles(Tile(128, 64, 8, 2), Tile(32, 64, 8, 2), Tile(128, 32, 8, 2), use_tma=True),
     },

@@ -2,7 +2,7 @@
 
 A covering selection of mask x lengths x heads x dtype x head dimension: every mask meets every pair of lengths,
 the rest takes turns. In Triton's interpreter for flash_v2 where there is no GPU; on a GPU in bf16 and longer too.
-fp32 meets head dimensions up to 64, and 16 with a single key, where `standard` is exact: dP - delta of a flash
+fp32 meets head dimensions up to 128, and 16 with a single key, where `standard` is exact: dP - delta of a flash
 backward differs by the rounding of sums over the head dimension, which the rule does not allow for.
 """
 
@@ -41,7 +41,7 @@ def covering(lengths, dtypes, head_dims):
         dtype = dtypes[turn // 2 % len(dtypes)]
         D = head_dims[turn * 2 % len(head_dims)]
         if dtype == torch.float32:
-            D = min(D, 16 if Sk == 1 else 64)
+            D = min(D, 16 if Sk == 1 else 128)
         yield intervals, Sq, Sk, *HEADS[turn % len(HEADS)], D, dtype
 
 

@@ -1,0 +1,175 @@
+"""From the command line to a Config: what is composed, and the sentence that each mistake ends in."""
+
+import shutil
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from flashtrain import config as schema
+from flashtrain import runs
+from flashtrain.entry import CONF, main
+
+
+@pytest.fixture
+def settings(monkeypatch, tmp_path):
+    """settings("key=value", ...) -> the Config that a verb gets; SystemExit on a mistake. In an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def compose(*overrides: str) -> schema.Config:
+        monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
+        received = []
+        main(received.append)
+        (config,) = received
+        return config
+
+    return compose
+
+
+@pytest.fixture
+def mistake(settings, tmp_path):
+    """mistake("key=value", ...) -> the sentence on the terminal; nothing may have been written."""
+
+    def sentence(*overrides: str) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(SystemExit) as stop:
+            settings(*overrides)
+        assert sorted(tmp_path.rglob("*")) == before
+        assert stop.value.code.startswith("error: ")
+        return stop.value.code.removeprefix("error: ")
+
+    return sentence
+
+
+def test_defaults_are_one_run(settings):
+    config = settings()
+    assert config.model.name == "nano"
+    assert config.eval.lengths == [128, 256, 512]
+    assert config.train.tokens_per_step % config.train.sequence_length == 0
+
+
+def test_learned_positions_end_the_lengths_to_evaluate(settings):
+    assert settings("model=gpt2", "train.sequence_length=1024").eval.lengths[-1] == 1024
+
+
+def test_every_choice_of_every_group_composes(settings):
+    choices = [f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml")]
+    assert len(choices) > 20
+    for choice in choices:
+        settings(choice, *(["data.path=books"] if choice == "data=text" else []))
+
+
+GROUPS = ["model", "attention", "data", "optimizer", "schedule", "trainer", "train", "eval", "generate", "logger"]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_an_unknown_key_is_answered_with_the_nearest(mistake, settings, group):
+    name = list(vars(getattr(settings(), group)))[-1]
+    typo = f"{group}.{name}x=1"
+    expected = f"there is no setting {group}.{name}x; did you mean {group}.{name}?"
+    assert mistake(typo) == expected
+    assert mistake(f"+{typo}") == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["sed=1"], "there is no setting sed; did you mean seed?"),
+        (["modle=nano"], "there is no setting modle; did you mean model?"),
+        (["+bogus=1"], "there is no setting bogus; allowed are model, attention,"),
+        (["model=gpt3"], "there is no model=gpt3; did you mean model=gpt2? allowed are gpt2,"),
+        (["attention=flash_v3"], "there is no attention=flash_v3; did you mean attention=flash_v2?"),
+        (["train.steps=many"], "train.steps: Value 'many' of type 'str' could not be converted to Integer"),
+        (["train.steps=0"], "train.steps is 0; it must be at least 1."),
+        (["data=text"], "data.path has no value; say data.path=..."),
+        (["data.path=x"], "there is no setting data.path; allowed are data.source,"),
+        (["seed=-1"], "seed is -1; it must be 0 or more."),
+        (
+            ["train.tokens_per_step=1000"],
+            "train.tokens_per_step is 1000 and no multiple of train.sequence_length 256; the next that is: "
+            "train.tokens_per_step=1024.",
+        ),
+        (
+            ["model=gpt2", "train.sequence_length=2048"],
+            "train.sequence_length is 2048 and the model's learned positions end at 1024; lower it, or say "
+            "model.positions=rope.",
+        ),
+        (["resume=a", "run=b"], "resume and run are both set;"),
+        (["run=nowhere"], "nowhere is not the folder of a run: it has no config.yaml."),
+        (["train.steps=[1"], "train.steps=[1 cannot be read ("),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_mistake_ends_in_one_sentence(mistake, overrides, sentence):
+    assert mistake(*overrides).startswith(sentence)
+
+
+def test_contradictions_are_told_together(mistake):
+    told = mistake("train.tokens_per_step=1000", "optimizer.beta1=2", "model.num_heads=5", "generate.top_k=0")
+    for key in ("train.tokens_per_step", "optimizer.beta1", "model.num_heads", "generate.top_k"):
+        assert key in told
+
+
+def test_unknown_key_in_a_group_file_names_the_file(tmp_path, mistake, monkeypatch):
+    conf = tmp_path / "conf"
+    shutil.copytree(CONF, conf)
+    (conf / "model" / "nano.yaml").write_text((conf / "model" / "nano.yaml").read_text() + "num_layerz: 3\n")
+    (conf / "experiment" / "typo.yaml").write_text("# @package _global_\ntrain:\n  stepz: 3\n")
+    monkeypatch.setattr("flashtrain.entry.CONF", conf)
+    assert mistake() == "conf/model/nano.yaml: there is no setting model.num_layerz; did you mean model.num_layers?"
+    told = mistake("model=gpt2", "experiment=typo")
+    assert told == "conf/experiment/typo.yaml: there is no setting train.stepz; did you mean train.steps?"
+
+
+@pytest.fixture
+def saved_run(settings, tmp_path):
+    """The folder of a run made with settings other than the defaults."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    made = settings("model.num_layers=2", "attention=standard", "train.steps=7", "data=text", "data.path=books")
+    (folder / runs.CONFIG_FILE).write_text(schema.to_yaml(made))
+    return folder
+
+
+def test_a_saved_run_brings_its_settings(settings, saved_run):
+    for key in ("run", "resume"):
+        config = settings(f"{key}={saved_run}", "attention=sdpa_math", "eval.max_documents=3", "train.steps=7")
+        assert (config.model.num_layers, config.train.steps, config.data.path) == (2, 7, "books")
+        assert (config.attention.variant, config.eval.max_documents) == ("sdpa_math", 3)
+        assert getattr(config, key) == str(saved_run)
+
+
+def test_a_saved_run_refuses_other_settings_and_lists_them(mistake, saved_run):
+    told = mistake(f"resume={saved_run}", "model.num_layers=3", "train.steps=8", "optimizer.beta1=0.9")
+    assert "model.num_layers is 2 there and 3 here; train.steps is 7 there and 8 here; leave them out" in told
+    assert "model.hidden_size is 192 there and 768 here" in mistake(f"run={saved_run}", "model=gpt2")
+    assert mistake(f"resume={saved_run}", "experiment=gpt2_long").startswith("experiment=... makes a new run;")
+
+
+def test_a_damaged_config_of_a_run_is_a_mistake(mistake, saved_run):
+    path = saved_run / runs.CONFIG_FILE
+    values = OmegaConf.load(path)
+    values.train.stepz = 3
+    OmegaConf.save(values, path)
+    assert "does not fit the settings of this version: Key 'stepz' not in 'TrainConfig'" in mistake(f"run={saved_run}")
+
+
+def test_sweep_settles_each_job(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--multirun", "attention=standard,sdpa_math", "seed=1,2"])
+    received = []
+    main(received.append)
+    assert [(c.attention.variant, c.seed) for c in received] == [
+        ("standard", 1), ("standard", 2), ("sdpa_math", 1), ("sdpa_math", 2),
+    ]  # fmt: skip
+
+
+def test_a_bug_keeps_its_trace(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+
+    def verb(config):
+        raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        main(verb)
