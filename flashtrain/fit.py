@@ -83,6 +83,8 @@ def run(config: Config) -> None:
     if trainer.global_step < train.steps:
         console.print(f"stopped after step {trainer.global_step}; continue with resume={folder}", highlight=False)
         return
+    if not module.validation_metrics:  # a finished run was resumed
+        trainer.validate(module, data, verbose=False)
     _report(config, made, folder, module, meter, console)
 
 

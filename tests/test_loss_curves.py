@@ -1,13 +1,11 @@
 """The same 50 steps through every attention variant, from the command line to the log: one loss curve."""
 
 import csv
-import sys
 
 import pytest
 import torch
+from commands import run_command
 
-from flashtrain import fit
-from flashtrain.entry import main
 from flashtrain.kernels.attention import NAMES
 
 STEPS = 50
@@ -41,10 +39,8 @@ def loss_curve(tmp_path_factory):
 
     def losses(variant: str, *overrides: str) -> torch.Tensor:
         output = folder / str(len(list(folder.iterdir())))
-        with pytest.MonkeyPatch.context() as patch:
-            cache = f"data.cache_dir={folder.parent / 'corpora'}"
-            patch.setattr(sys, "argv", ["train.py", f"attention={variant}", f"output={output}", cache, *BRIEF, *overrides])
-            main(fit.run)
+        cache = f"data.cache_dir={folder.parent / 'corpora'}"
+        run_command("python train.py", f"attention={variant}", f"output={output}", cache, *BRIEF, *overrides)
         with (output / "logs" / "train.csv").open() as file:
             curve = torch.tensor([float(row["loss"]) for row in csv.DictReader(file)], dtype=torch.float64)
         assert len(curve) == STEPS

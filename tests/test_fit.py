@@ -1,0 +1,159 @@
+"""A run from the command line to its folder: what it leaves and says, how it resumes, how mistakes end."""
+
+import json
+import math
+import signal
+
+import pytest
+import torch
+from commands import SMALL, run_command
+
+from flashtrain import runs
+from flashtrain.training.callbacks import Reporter
+
+
+@pytest.fixture(autouse=True)
+def books(tmp_path, monkeypatch):
+    """An empty working folder but for `books`, eight documents of a few thousand characters."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for number in range(8):
+        (folder / f"{number}.txt").write_text(" ".join(f"{number} times {i} is {number * i}." for i in range(300)))
+    return folder
+
+
+def train(*overrides):
+    run_command("python train.py data=text data.path=books", *SMALL, *overrides)
+
+
+def sentence_of(*overrides):
+    """The sentence that training ends in; the exit code of a string is 1."""
+    with pytest.raises(SystemExit) as stop:
+        train(*overrides)
+    assert stop.value.code.startswith("error: ")
+    return stop.value.code
+
+
+def test_a_run_says_and_leaves_what_it_found(tmp_path, capsys):
+    train("output=run")
+    said = capsys.readouterr().out
+    loss = float(said.split("validation loss: ")[1].split()[0])
+    bits = float(said.split("bits per byte: ")[1].split()[0])
+    assert bits == pytest.approx(loss / math.log(2), rel=0.02)  # one byte a token, prefix tokens apart
+    assert "Perplexity of the first L tokens" in said and "Loss by position" in said
+    for line in said.split("wrote:\n")[1].splitlines():
+        assert (tmp_path / line.strip()).exists()
+    folder = tmp_path / "run"
+    assert {path.name for path in folder.iterdir()} == {
+        "config.yaml", "provenance.json", "checkpoints", "logs", "evaluation", "sample.txt",
+    }  # fmt: skip
+    assert {path.suffix for path in (folder / "evaluation/final").iterdir()} == {".json", ".csv", ".png"}
+    facts = json.loads((folder / "provenance.json").read_text())
+    assert facts["packages"]["torch"] and facts["corpus"] and facts["attention"] == "sdpa_flash"
+
+
+def test_runs_get_folders_of_their_own(tmp_path):
+    train()
+    train("attention=standard")
+    names = sorted(path.name.split("_", 2)[2] for path in (tmp_path / "runs").iterdir())
+    assert names == ["nano_sdpa_flash", "nano_standard"]
+
+
+def weights_of(folder):
+    return torch.load(folder / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+
+
+def test_stopped_and_resumed_is_bit_for_bit_the_same_run(tmp_path, monkeypatch, capsys):
+    forty = ["train.steps=40", "train.log_every=20", "train.validate_every=15"]
+    train("output=straight", *forty)
+
+    report = Reporter._report
+
+    def report_and_interrupt(self, trainer, step, outputs):
+        report(self, trainer, step, outputs)
+        if step == 20:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reporter, "_report", report_and_interrupt)
+        train("output=stopped", *forty)
+    assert "stopped after step 20; continue with resume=stopped" in capsys.readouterr().out
+    run_command("python train.py resume=stopped")
+
+    straight, resumed = weights_of(tmp_path / "straight"), weights_of(tmp_path / "stopped")
+    assert straight.keys() == resumed.keys()
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_a_finished_run_resumes_to_its_report(capsys):
+    train("output=run")
+    first = capsys.readouterr().out
+    run_command("python train.py resume=run")
+    again = capsys.readouterr().out
+    for line in ("validation loss: ", "bits per byte: "):
+        assert again.split(line)[1].split()[0] == first.split(line)[1].split()[0]
+
+
+def test_evaluate_scores_the_run_as_its_last_step_did(tmp_path):
+    train("output=run")
+    run_command("python -m flashtrain.evaluate run=run")
+    reports = [json.loads(path.read_text()) for path in (tmp_path / "run/evaluation").glob("*/perplexity.json")]
+    assert len(reports) == 2 and reports[0] == reports[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["data.path=nowhere"], "data.path=nowhere does not exist"),
+        (["data.path=empty"], "data.path=empty needs .txt, .jsonl or .parquet files"),
+        (["train.sequence_length=65536", "train.tokens_per_step=65536"], "tokens together and a row takes 65537"),
+        (["eval.lengths=[100000]"], "the longest validation document has"),
+        (["attention=sdpa_cudnn"], "sdpa_cudnn runs on cuda, not on cpu; standard, flash_v2, sdpa_math, sdpa_flash"),
+        (["model.vocab_size=100"], "model.vocab_size is 100 and tokenizer bytes has 257 tokens"),
+        (["data.tokenizer=none.json"], "data.tokenizer=none.json is not a file"),
+        (["output=books"], "output=books exists; name another"),
+        (["resume=books"], "books is not the folder of a run: it has no config.yaml"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_leaves_no_folder(tmp_path, overrides, sentence):
+    (tmp_path / "empty").mkdir()
+    assert sentence in sentence_of(*overrides)
+    assert {path.name for path in tmp_path.iterdir()} <= {"books", "empty", ".flashtrain"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="flash_v2 runs here")
+def test_flash_v2_on_a_cpu_wants_the_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "flash_v2 runs on cuda, or on cpu with TRITON_INTERPRET=1" in sentence_of("attention=flash_v2")
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update_and_names_the_step(tmp_path):
+    told = sentence_of("output=run", "optimizer.learning_rate=1e38", "optimizer.clip_norm=null", "train.steps=20")
+    assert "error: step " in told and "the update was not applied" in told
+
+
+def test_resume_refuses_a_missing_or_broken_checkpoint_and_another_corpus(tmp_path, books):
+    train("output=run")
+    checkpoint = tmp_path / "run" / runs.CHECKPOINT_FOLDER / "last.ckpt"
+    whole = checkpoint.read_bytes()
+
+    def resume():
+        with pytest.raises(SystemExit) as stop:
+            run_command("python train.py resume=run")
+        return stop.value.code
+
+    checkpoint.write_bytes(whole[: len(whole) // 2])
+    assert "last.ckpt is truncated or not a checkpoint" in resume()
+    checkpoint.unlink()
+    assert "there is no checkpoint run/checkpoints/last.ckpt" in resume()
+    checkpoint.write_bytes(whole)
+    (books / "0.txt").write_text("something else")
+    assert "run was trained on corpus" in resume()
+
+
+def test_evaluate_wants_a_run():
+    with pytest.raises(SystemExit) as stop:
+        run_command("python -m flashtrain.evaluate")
+    assert "which run is meant? Say run=DIR" in stop.value.code

@@ -1,0 +1,49 @@
+"""Every command of the README runs, at a small size; every variant and path that it names exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+from commands import SMALL, VERBS, run_command
+
+from flashtrain.kernels.attention import NAMES
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+LINES = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
+COMMANDS = [line.removeprefix("pip install -r requirements.txt && ") for line in LINES]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "books").mkdir()
+    for number in range(4):
+        text = f"Chapter {number}. " + "The road goes on. " * 50 * (number + 1)
+        (folder / "books" / f"{number}.txt").write_text(text)
+    return folder
+
+
+def test_the_two_commands_come_first():
+    assert COMMANDS[:2] == ["python train.py", "python -m pytest"]
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "python -m pytest"])
+def test_command_runs(folder, monkeypatch, command):
+    monkeypatch.chdir(folder)
+    trains_anew = "train.py" in command and "resume=" not in command
+    small = [*SMALL, "model.vocab_size=257"] if trains_anew else ["generate.num_tokens=4", "eval.lengths=[65]"]
+    if "sdpa_cudnn" in command:
+        with pytest.raises(SystemExit, match="sdpa_cudnn runs on cuda, not on cpu"):
+            run_command(command, *small)
+    else:
+        run_command(command, *small)
+
+
+def test_all_commands_are_ours():
+    for command in COMMANDS:
+        assert command == "python -m pytest" or any(command.startswith(f"python {verb}") for verb in VERBS)
+
+
+def test_the_table_names_every_variant():
+    assert set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)) == set(NAMES)
