@@ -58,7 +58,8 @@ def explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException):
         return _unknown_choice(error)
     if isinstance(error, OverrideParseException):
-        return f"{error.override} cannot be read ({error.message.splitlines()[0]}); write key=value, lists as key=[1,2]"
+        reason = error.message.splitlines()[0]
+        return f"{error.override} cannot be read ({reason}); quote text with signs in it: 'key=\"...\"'"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     key = getattr(cause, "full_key", None)
     group = getattr(cause, "object_type", None)

@@ -19,6 +19,7 @@ SMALL = [
     "train.steps=4",
     "train.validation_tokens=256",
     "eval.lengths=[65,80]",
+    "eval.targets_per_anchor=64",
     "eval.max_documents=2",
     "eval.max_anchors=2",
     "generate.num_tokens=4",

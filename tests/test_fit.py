@@ -111,7 +111,7 @@ def test_evaluate_scores_the_run_as_its_last_step_did(tmp_path):
         (["eval.lengths=[100000]"], "the longest validation document has"),
         (["attention=sdpa_cudnn"], "sdpa_cudnn runs on cuda, not on cpu; standard, flash_v2, sdpa_math, sdpa_flash"),
         (["model.vocab_size=100"], "model.vocab_size is 100 and tokenizer bytes has 257 tokens"),
-        (["data.tokenizer=none.json"], "data.tokenizer=none.json is not a file"),
+        (["data.tokenizer=none.json"], "data.tokenizer=none.json is no file"),
         (["output=books"], "output=books exists; name another"),
         (["resume=books"], "books is not the folder of a run: it has no config.yaml"),
     ],
