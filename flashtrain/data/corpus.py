@@ -1,8 +1,7 @@
 """Documents as tokens on disk: built once for a content and a tokenizer, then mapped into memory.
 
-Decides what is left out (empty documents and second copies), what is held out for validation (the documents
-whose names have the lowest digests, so that adding documents moves few others), and the layout on disk: a
-folder with tokens and document offsets of both splits and meta.json, written aside and renamed when whole.
+Decides the layout on disk: a folder with tokens and document offsets of both splits and meta.json, written
+aside and renamed when whole.
 """
 
 import json
@@ -15,16 +14,16 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from flashtrain.data.digest import digest, record_digest
+from flashtrain.data.digest import record_digest
 from flashtrain.data.documents import Source
+from flashtrain.data.split import TRAIN, VALIDATION, split_documents
 from flashtrain.data.tokenizer import Tokenizer
 from flashtrain.errors import UserError
 
 log = logging.getLogger(__name__)
 
 # Part of every fingerprint: raise it with any change in what a corpus holds.
-FORMAT = 1
-TRAIN, VALIDATION, EMPTY, REPEATED = "train", "validation", "empty", "repeated"
+FORMAT = 2
 CHARACTERS_PER_BATCH = 1 << 20
 
 
@@ -71,6 +70,8 @@ class Corpus:
     """Documents left out for having no text."""
     num_repeated: int
     """Documents left out for having the same text as an earlier one."""
+    cut: str | None
+    """Where the only document of the source was cut in two, for people; None where there are several."""
     train: TokenStream
     validation: TokenStream
 
@@ -81,7 +82,8 @@ class Corpus:
             for split, s in ((TRAIN, self.train), (VALIDATION, self.validation))
         ]
         left_out = f"left out {self.num_empty:,} empty and {self.num_repeated:,} repeated documents"
-        return "; ".join([f"{self.source} with tokenizer {self.tokenizer}", *splits, left_out])
+        cut = [f"the only document is cut in two, {self.cut}"] if self.cut else []
+        return "; ".join([f"{self.source} with tokenizer {self.tokenizer}", *splits, left_out, *cut])
 
 
 def open_corpus(
@@ -89,10 +91,10 @@ def open_corpus(
 ) -> Corpus:
     """The corpus in `cache_dir`, built there if need be; of several processes one builds and the others wait.
 
-    `validation_fraction` of the documents, and at least one, are held out for validation. The source's files
-    are hashed each time, which takes a second or two for a gigabyte.
-    Raises UserError if the source cannot be read or has fewer than two different documents, if the fraction
-    is not between 0 and 1, or if the folder cannot be written.
+    `validation_fraction` of the documents, or of the only one, is held out for validation (see split.py). The
+    source's files are hashed each time, which takes a second or two for a gigabyte.
+    Raises UserError if the source cannot be read or has too little text to split, if the fraction is not between
+    0 and 1, or if the folder cannot be written.
     """
     if not 0 < validation_fraction < 1:
         raise UserError(f"data.validation_fraction is {validation_fraction}; it has to be between 0 and 1.")
@@ -116,17 +118,18 @@ def _build(folder: Path, source: Source, tokenizer: Tokenizer, validation_fracti
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     try:
-        fate = _assign(source, validation_fraction)
-        writers = {split: _StreamWriter(unfinished, split, tokenizer) for split in (TRAIN, VALIDATION)}
-        for (_, text), split in zip(source.documents(), fate, strict=True):
-            if split in writers:
-                writers[split].append(text)
+        split = split_documents(source, validation_fraction)
+        writers = {name: _StreamWriter(unfinished, name, tokenizer) for name in (TRAIN, VALIDATION)}
+        for (_, text), parts in zip(source.documents(), split.parts, strict=True):
+            for name, part in parts.items():
+                writers[name].append(text[part])
         meta = {
             "source": source.label,
             "tokenizer": tokenizer.name,
-            "num_empty": fate.count(EMPTY),
-            "num_repeated": fate.count(REPEATED),
-            "num_bytes": {split: writer.finish() for split, writer in writers.items()},
+            "num_empty": split.num_empty,
+            "num_repeated": split.num_repeated,
+            "cut": split.cut,
+            "num_bytes": {name: writer.finish() for name, writer in writers.items()},
         }
         (unfinished / "meta.json").write_text(json.dumps(meta, indent=2))
         for path in (*unfinished.iterdir(), unfinished):
@@ -136,24 +139,6 @@ def _build(folder: Path, source: Source, tokenizer: Tokenizer, validation_fracti
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-
-
-def _assign(source: Source, validation_fraction: float) -> list[str]:
-    """What becomes of each document, in order: TRAIN, VALIDATION, EMPTY or REPEATED."""
-    fate, first = [], {}
-    for i, (name, text) in enumerate(source.documents()):
-        fate.append(REPEATED if text else EMPTY)
-        if text:
-            first.setdefault(digest(text.encode()), (digest(name.encode()), i))
-    if len(first) < 2:
-        raise UserError(
-            f"{source.label} has {len(first)} different documents with text and needs at least 2, since "
-            f"train and validation never share one; give more, or cut the text into several files or rows."
-        )
-    num_validation = min(max(1, round(validation_fraction * len(first))), len(first) - 1)
-    for place, (_, i) in enumerate(sorted(first.values())):
-        fate[i] = VALIDATION if place < num_validation else TRAIN
-    return fate
 
 
 class _StreamWriter:
@@ -197,8 +182,8 @@ def _load(folder: Path, source: Source, tokenizer: Tokenizer) -> Corpus:
         tokens_file, offsets_file = _stream_files(folder, split)
         tokens = np.memmap(tokens_file, tokenizer.dtype, "r")
         streams[split] = TokenStream(tokens, np.load(offsets_file), num_bytes)
-    left_out = {key: meta[key] for key in ("num_empty", "num_repeated")}
-    return Corpus(folder.name, source.label, tokenizer.name, **left_out, **streams)
+    found = {key: meta[key] for key in ("num_empty", "num_repeated", "cut")}
+    return Corpus(folder.name, source.label, tokenizer.name, **found, **streams)
 
 
 def _stream_files(folder: Path, split: str) -> tuple[Path, Path]:

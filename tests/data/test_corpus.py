@@ -122,14 +122,22 @@ def test_new_documents_move_few_others(tmp_path, cache):
     assert len(before ^ (after & old)) <= 6
 
 
+def test_the_end_of_the_only_file_is_held_out(tmp_path, cache):
+    lines = [f"line {i}\n" for i in range(1000)]
+    (tmp_path / "input.txt").write_text("".join(lines))
+    corpus = opened(text_source(tmp_path / "input.txt"), cache)
+    (train,), (validation,) = texts_of(corpus.train), texts_of(corpus.validation)
+    assert train + validation == "".join(lines)
+    assert validation.startswith("line 9") and 99 <= validation.count("\n") <= 101
+    assert corpus.summary().endswith("; the only document is cut in two, at a line end")
+
+
 # Refusals
 
 
-@pytest.mark.parametrize("texts", [{}, {"a": "one"}, {"a": "same", "b": "same"}], ids=["none", "one", "same"])
-def test_fewer_than_two_documents(tmp_path, cache, texts):
-    source = write(tmp_path / "texts", texts | {"empty": ""})
-    with pytest.raises(UserError, match="needs at least 2"):
-        opened(source, cache)
+def test_text_too_short_to_split(tmp_path, cache):
+    with pytest.raises(UserError, match="does not have two characters"):
+        opened(write(tmp_path / "texts", {"a": "x", "empty": ""}), cache)
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 

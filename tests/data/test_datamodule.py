@@ -21,7 +21,7 @@ def stream(num_tokens):
 
 
 def corpus(train=30 * S + 1, validation=10 * S + 1):
-    return Corpus("0123", "made-up tokens", "none", 0, 0, stream(train), stream(validation))
+    return Corpus("0123", "made-up tokens", "none", 0, 0, None, stream(train), stream(validation))
 
 
 def data_module(**changes):

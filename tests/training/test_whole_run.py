@@ -57,7 +57,7 @@ def run(folder, stop_at=None, resume=False):
         num_steps=NUM_STEPS,
         micro_batch_rows=3,
     )
-    corpus = Corpus("0", "made-up words", "bytes", 0, 0, stream(6_000, seed=0), stream(1_000, seed=1))
+    corpus = Corpus("0", "made-up words", "bytes", 0, 0, None, stream(6_000, seed=0), stream(1_000, seed=1))
     data = StepDataModule(
         corpus,
         sequence_length=LENGTH,
