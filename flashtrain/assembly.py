@@ -57,7 +57,7 @@ def assemble(config: Config, *, trains: bool) -> Assembly:
 def assemble_run(config: Config) -> tuple[Assembly, int]:
     """Make what the finished run `config.run` used, with its weights, and the step these are from."""
     if config.run is None:
-        raise UserError("which run is meant? Say run=DIR, a folder that train.py made.")
+        raise UserError("which run is meant? Say run=DIR, a folder that train.py made")
     assembly = assemble(config, trains=False)
     step = load_weights(assembly.model, runs.checkpoint(Path(config.run), config.checkpoint))
     assembly.model.eval()
@@ -81,7 +81,7 @@ def resolve_model(options: ModelOptions, tokenizer: Tokenizer) -> ModelOptions:
     if vocab_size < tokenizer.vocab_size:
         raise UserError(
             f"model.vocab_size is {vocab_size} and tokenizer {tokenizer.name} has {tokenizer.vocab_size} "
-            "tokens; say model.vocab_size=null to take the tokenizer's."
+            "tokens; say model.vocab_size=null to take the tokenizer's"
         )
     return dataclasses.replace(options, vocab_size=vocab_size).resolve()
 

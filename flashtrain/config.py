@@ -141,7 +141,7 @@ def settle(composed: DictConfig, overrides: list[str]) -> Config:
     """
     _refuse_unknown_keys(composed)
     if composed.resume is not None and composed.run is not None:
-        raise UserError("resume and run are both set; resume continues training, run evaluates: name one.")
+        raise UserError("resume and run are both set; resume continues training, run evaluates: name one")
     folder = composed.resume or composed.run
     config = OmegaConf.to_object(_of_saved_run(Path(folder), composed, overrides) if folder else composed)
     config.optimizer = config.optimizer.resolve(config.model.hidden_size)
@@ -166,7 +166,7 @@ def unknown_key(full_key: str, group: type) -> str:
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     if near:
         return f"there is no setting {full_key}; did you mean {where}{near[0]}?"
-    return f"there is no setting {full_key}; allowed are {', '.join(where + name for name in names)}."
+    return f"there is no setting {full_key}; allowed are {', '.join(where + name for name in names)}"
 
 
 def _refuse_unknown_keys(node: DictConfig, prefix: str = "") -> None:
@@ -186,7 +186,7 @@ def _of_saved_run(folder: Path, composed: DictConfig, overrides: list[str]) -> D
     for override in OverridesParser.create().parse_overrides(overrides):
         key = override.key_or_group
         if key == "experiment":
-            raise UserError(f"experiment=... makes a new run; leave it out: {folder} has its own settings.")
+            raise UserError(f"experiment=... makes a new run; leave it out: {folder} has its own settings")
         if key.split(".")[0] in CHANGEABLE:
             OmegaConf.update(settings, key, OmegaConf.select(composed, key), merge=False)
         else:
@@ -194,7 +194,7 @@ def _of_saved_run(folder: Path, composed: DictConfig, overrides: list[str]) -> D
     if differences:
         raise UserError(
             f"{folder} was made with other settings: {'; '.join(differences)}; leave them out, or start a new "
-            f"run, since only {', '.join(CHANGEABLE)} may change."
+            f"run, since only {', '.join(CHANGEABLE)} may change"
         )
     return settings
 
@@ -202,7 +202,7 @@ def _of_saved_run(folder: Path, composed: DictConfig, overrides: list[str]) -> D
 def _saved(folder: Path) -> DictConfig:
     path = folder / runs.CONFIG_FILE
     if not path.is_file():
-        raise UserError(f"{folder} is not the folder of a run: it has no {runs.CONFIG_FILE}.")
+        raise UserError(f"{folder} is not the folder of a run: it has no {runs.CONFIG_FILE}")
     try:
         values = OmegaConf.load(path)
         settings = OmegaConf.structured(Config)
@@ -231,14 +231,14 @@ def contradictions(config: Config) -> list[str]:
         *config.schedule.validate(),
         *config.eval.validate(config.model.position_limit),
         *_generation(config.generate),
-        *([f"seed is {config.seed}; it must be 0 or more."] if config.seed < 0 else []),
+        *([f"seed is {config.seed}; it must be 0 or more"] if config.seed < 0 else []),
     ]
 
 
 def _below_one(group: str, options: TrainConfig | TrainerConfig) -> list[str]:
     """All integers of these groups count something of which there is at least one."""
     return [
-        f"{group}.{name} is {value}; it must be at least 1."
+        f"{group}.{name} is {value}; it must be at least 1"
         for name, value in vars(options).items()
         if isinstance(value, int) and not isinstance(value, bool) and value < 1
     ]
@@ -249,12 +249,12 @@ def _sizes(train: TrainConfig, position_limit: int | None) -> list[str]:
     if length > 0 and tokens % length:
         problems.append(
             f"train.tokens_per_step is {tokens} and no multiple of train.sequence_length {length}; the next that "
-            f"is: train.tokens_per_step={(tokens // length + 1) * length}."
+            f"is: train.tokens_per_step={(tokens // length + 1) * length}"
         )
     if position_limit is not None and length > position_limit:
         problems.append(
             f"train.sequence_length is {length} and the model's learned positions end at {position_limit}; "
-            "lower it, or say model.positions=rope."
+            "lower it, or say model.positions=rope"
         )
     return problems
 
@@ -262,9 +262,9 @@ def _sizes(train: TrainConfig, position_limit: int | None) -> list[str]:
 def _generation(generate: GenerateConfig) -> list[str]:
     problems = []
     if generate.num_tokens < 0:
-        problems.append(f"generate.num_tokens is {generate.num_tokens}; it must be 0 or more.")
+        problems.append(f"generate.num_tokens is {generate.num_tokens}; it must be 0 or more")
     if generate.temperature < 0:
-        problems.append(f"generate.temperature is {generate.temperature}; it must be 0 or more.")
+        problems.append(f"generate.temperature is {generate.temperature}; it must be 0 or more")
     if generate.top_k is not None and generate.top_k < 1:
-        problems.append(f"generate.top_k is {generate.top_k}; it must be at least 1, or null for all tokens.")
+        problems.append(f"generate.top_k is {generate.top_k}; it must be at least 1, or null for all tokens")
     return problems

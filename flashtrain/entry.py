@@ -82,4 +82,4 @@ def _unknown_choice(error: MissingConfigException) -> str:
     options = [str(option) for option in error.options or []]
     near = difflib.get_close_matches(choice, options, n=1, cutoff=0.4)
     hint = f"did you mean {group}={near[0]}? " if near else ""
-    return f"there is no {group}={choice}; {hint}allowed are {', '.join(options)}."
+    return f"there is no {group}={choice}; {hint}allowed are {', '.join(options)}"

@@ -106,7 +106,7 @@ def _folder(config: Config, made: Assembly) -> Path:
         if trained_on != made.corpus.fingerprint:
             raise UserError(
                 f"{folder} was trained on corpus {trained_on} and the data is now {made.corpus.fingerprint}; "
-                "bring the old files and tokenizer back, or start a new run."
+                "bring the old files and tokenizer back, or start a new run"
             )
         return folder
     folder = runs.new_folder(config.output, f"{config.model.name}_{made.variant}")

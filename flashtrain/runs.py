@@ -34,7 +34,7 @@ def new_folder(output: str | None, label: str) -> Path:
     try:
         Path(output).mkdir(parents=True)
     except FileExistsError:
-        raise UserError(f"output={output} exists; name another, or say resume={output} to continue it.") from None
+        raise UserError(f"output={output} exists; name another, or say resume={output} to continue it") from None
     return Path(output)
 
 
@@ -53,7 +53,7 @@ def stamped_folder(parent: Path, label: str) -> Path:
 def checkpoint(folder: Path, name: str) -> Path:
     """The path of a run's checkpoint `last` or `best`."""
     if name not in CHECKPOINTS:
-        raise UserError(f"checkpoint is {name}; allowed are {' and '.join(CHECKPOINTS)}.")
+        raise UserError(f"checkpoint is {name}; allowed are {' and '.join(CHECKPOINTS)}")
     return folder / CHECKPOINT_FOLDER / f"{name}.ckpt"
 
 

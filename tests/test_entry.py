@@ -80,22 +80,22 @@ def test_an_unknown_key_is_answered_with_the_nearest(mistake, settings, group):
         (["model=gpt3"], "there is no model=gpt3; did you mean model=gpt2? allowed are gpt2,"),
         (["attention=flash_v3"], "there is no attention=flash_v3; did you mean attention=flash_v2?"),
         (["train.steps=many"], "train.steps: Value 'many' of type 'str' could not be converted to Integer"),
-        (["train.steps=0"], "train.steps is 0; it must be at least 1."),
+        (["train.steps=0"], "train.steps is 0; it must be at least 1"),
         (["data=text"], "data.path has no value; say data.path=..."),
         (["data.path=x"], "there is no setting data.path; allowed are data.source,"),
-        (["seed=-1"], "seed is -1; it must be 0 or more."),
+        (["seed=-1"], "seed is -1; it must be 0 or more"),
         (
             ["train.tokens_per_step=1000"],
             "train.tokens_per_step is 1000 and no multiple of train.sequence_length 256; the next that is: "
-            "train.tokens_per_step=1024.",
+            "train.tokens_per_step=1024",
         ),
         (
             ["model=gpt2", "train.sequence_length=2048"],
             "train.sequence_length is 2048 and the model's learned positions end at 1024; lower it, or say "
-            "model.positions=rope.",
+            "model.positions=rope",
         ),
         (["resume=a", "run=b"], "resume and run are both set;"),
-        (["run=nowhere"], "nowhere is not the folder of a run: it has no config.yaml."),
+        (["run=nowhere"], "nowhere is not the folder of a run: it has no config.yaml"),
         (["train.steps=[1"], "train.steps=[1 cannot be read ("),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

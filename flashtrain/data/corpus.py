@@ -97,7 +97,7 @@ def open_corpus(
     0 and 1, or if the folder cannot be written.
     """
     if not 0 < validation_fraction < 1:
-        raise UserError(f"data.validation_fraction is {validation_fraction}; it has to be between 0 and 1.")
+        raise UserError(f"data.validation_fraction is {validation_fraction}; it has to be between 0 and 1")
     fingerprint = record_digest(FORMAT, source.fingerprint(), tokenizer.fingerprint, validation_fraction)
     folder = Path(cache_dir) / fingerprint
     if not folder.is_dir():
@@ -107,7 +107,7 @@ def open_corpus(
                 if not folder.is_dir():
                     _build(folder, source, tokenizer, validation_fraction)
         except OSError as error:
-            raise UserError(f"data.cache_dir={cache_dir} cannot hold the corpus: {error}.") from error
+            raise UserError(f"data.cache_dir={cache_dir} cannot hold the corpus: {error}") from error
     return _load(folder, source, tokenizer)
 
 

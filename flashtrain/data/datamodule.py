@@ -110,5 +110,5 @@ def _require_a_row(split: str, stream: TokenStream, source: str, sequence_length
         raise UserError(
             f"the {split} documents of {source} have {stream.num_tokens} tokens together and a row takes "
             f"{sequence_length + 1}; lower train.sequence_length, give more text or change "
-            f"data.validation_fraction."
+            f"data.validation_fraction"
         )

@@ -47,7 +47,7 @@ class Source:
             with ThreadPoolExecutor() as pool:
                 digests = list(pool.map(file_digest, self.files.values()))
         except OSError as error:
-            raise UserError(f"{self.label} cannot be read: {error}.") from error
+            raise UserError(f"{self.label} cannot be read: {error}") from error
         return record_digest(self.column, list(self.files), digests)
 
     def documents(self) -> Iterator[Document]:
@@ -66,7 +66,7 @@ def stdlib_source() -> Source:
     files = _files_below(root, skip=NOT_STDLIB_FOLDERS)
     sources = {name: path for name, path in files.items() if path.suffix == ".py"}
     if not sources:
-        raise UserError(f"this Python has no library sources in {root}; say data=text data.path=... instead.")
+        raise UserError(f"this Python has no library sources in {root}; say data=text data.path=... instead")
     return Source(f"the standard library of Python {platform.python_version()}", sources, column=None)
 
 
@@ -82,12 +82,12 @@ def text_source(path: str | Path, column: str | None = None) -> Source:
     elif path.is_file():
         files = {path.name: path}
     else:
-        raise UserError(f"data.path={path} does not exist; name a {_either(KINDS)} file or a folder of them.")
+        raise UserError(f"data.path={path} does not exist; name a {_either(KINDS)} file or a folder of them")
     kind = next(iter(files.values())).suffix
     if kind not in KINDS:
-        raise UserError(f"data.path={path} is no {_either(KINDS)} file; convert or rename it.")
+        raise UserError(f"data.path={path} is no {_either(KINDS)} file; convert or rename it")
     if kind == ".txt" and column is not None:
-        raise UserError(f"data.column={column} does not go with {path}: text has no columns; leave it out.")
+        raise UserError(f"data.column={column} does not go with {path}: text has no columns; leave it out")
     return Source(str(path), files, None if kind == ".txt" else column or "text")
 
 
@@ -97,7 +97,7 @@ def _files_of_one_kind(folder: Path) -> dict[str, Path]:
     kinds = sorted({path.suffix for path in files.values()})
     if len(kinds) != 1:
         found = " and ".join(kinds) or "none"
-        raise UserError(f"data.path={folder} needs {_either(KINDS)} files of one kind and holds {found}.")
+        raise UserError(f"data.path={folder} needs {_either(KINDS)} files of one kind and holds {found}")
     others = [name for name in everything if name not in files]
     if others:
         log.warning("%s: only %s is read; left out: %d, such as %s", folder, kinds[0], len(others), others[0])
@@ -118,7 +118,7 @@ def _whole_text(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as UTF-8 text: {error}; mend or remove it.") from error
+        raise UserError(f"{path} cannot be read as UTF-8 text: {error}; mend or remove it") from error
 
 
 def _either(kinds: Collection[str]) -> str:

@@ -18,7 +18,7 @@ def column_texts(path: Path, column: str) -> Iterator[str]:
     values = _json_values(path, column) if path.suffix == ".jsonl" else _table_values(path, "parquet", column)
     for row, text in enumerate(values):
         if not (isinstance(text, str) and _is_unicode(text)):
-            raise UserError(f"row {row} of {path} has no Unicode text in column {column}: {text!r:.40}.")
+            raise UserError(f"row {row} of {path} has no Unicode text in column {column}: {text!r:.40}")
         yield text
 
 
@@ -39,9 +39,9 @@ def _json_values(path: Path, column: str) -> Iterator[object]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise UserError(f"line {number} of {path} is not JSON: {error}.") from error
+            raise UserError(f"line {number} of {path} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise UserError(f"line {number} of {path} has to be a JSON object and is a {type(row).__name__}.")
+            raise UserError(f"line {number} of {path} has to be a JSON object and is a {type(row).__name__}")
         if column not in row:
             raise _missing_column(f"line {number} of {path}", column, row)
         yield row[column]
@@ -62,11 +62,11 @@ def _table_values(path: Path, builder: str, column: str) -> Iterator[object]:
                 yield from batch[column].to_pylist()
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
-            raise UserError(f"{path} cannot be read as {path.suffix}: {reason}; mend or drop it.") from error
+            raise UserError(f"{path} cannot be read as {path.suffix}: {reason}; mend or drop it") from error
 
 
 def _missing_column(where: str, column: str, columns: Iterable[str]) -> UserError:
-    return UserError(f"{where} has no column {column}; set data.column to one of: {', '.join(columns)}.")
+    return UserError(f"{where} has no column {column}; set data.column to one of: {', '.join(columns)}")
 
 
 @contextmanager

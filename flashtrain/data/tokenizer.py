@@ -81,11 +81,11 @@ class FileTokenizer:
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
-            raise UserError(f"data.tokenizer={path} is no file; name a tokenizer.json or say bytes.")
+            raise UserError(f"data.tokenizer={path} is no file; name a tokenizer.json or say bytes")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more precise
-            raise UserError(f"data.tokenizer={path} is not a tokenizer.json ({error}); name one.") from error
+            raise UserError(f"data.tokenizer={path} is not a tokenizer.json ({error}); name one") from error
         self._tokenizer.encode_special_tokens = True  # that is: as the letters they are spelled with
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -115,7 +115,7 @@ def _prefix_id(tokenizer: tokenizers.Tokenizer, path: Path) -> int:
             return special[token]
     raise UserError(
         f"data.tokenizer={path} has no token to put before a document: its special tokens are "
-        f"{', '.join(special) or 'none'}; add one of {', '.join(PREFIX_TOKENS)} to them."
+        f"{', '.join(special) or 'none'}; add one of {', '.join(PREFIX_TOKENS)} to them"
     )
 
 
@@ -134,7 +134,7 @@ def _bytes_per_token(tokenizer: tokenizers.Tokenizer, vocab_size: int, path: Pat
     else:
         raise UserError(
             f"data.tokenizer={path} is neither byte-level nor byte-fallback, so its tokens have no size in "
-            f"bytes; name one like those of GPT-2 or Llama, or say data.tokenizer=bytes."
+            f"bytes; name one like those of GPT-2 or Llama, or say data.tokenizer=bytes"
         )
     table = np.zeros(vocab_size, np.int64)
     added = tokenizer.get_added_tokens_decoder()
