@@ -117,6 +117,7 @@ def build_model(options: ModelOptions, variant: str, device: Device) -> GPT:
     """The model on its device, weights drawn from the global generator, attention bound to `variant`."""
     model = GPT(options, functools.partial(attention, intervals=CAUSAL, variant=variant)).to(device.type)
     if device.compile:
+        torch.compiler.reset()  # a sweep's earlier jobs would count towards the limit of recompilations
         model.compile(dynamic=False)
     return model
 

@@ -6,10 +6,12 @@ The run's folder is made once everything that can be refused has been checked.
 import functools
 import logging
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from lightning.pytorch import Trainer
 from rich.console import Console
 
 from flashtrain import evaluate, generate, runs
@@ -31,38 +33,76 @@ log = logging.getLogger(__name__)
 PRECISIONS = {torch.float32: "32-true", torch.bfloat16: "bf16-mixed"}
 
 
+@dataclass(frozen=True)
+class StepShape:
+    """The rows of an optimizer step, and how many of them are in memory at once."""
+
+    rows: int
+    micro_batch_rows: int
+
+
 def run(config: Config) -> None:
     """Train to the end, or to a signal; the folder of the run then has all that the command line shows."""
     console = Console()
-    train, trainer_config = config.train, config.trainer
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()  # those of a sweep's earlier jobs
     made = assemble(config, trains=True)
-    model = made.model
-    rows_per_step = train.tokens_per_step // train.sequence_length
-    micro_batch_rows = largest_part(rows_per_step, trainer_config.micro_batch_tokens // train.sequence_length)
-    data = StepDataModule(
+    reached_lengths(np.diff(made.corpus.validation.offsets), config.eval.lengths)  # refused now, not after training
+    shape = step_shape(config.train, config.trainer.micro_batch_tokens)
+    data = _data_module(config, made, shape)
+    module = _training_module(config, made, shape)
+    folder = _folder(config, made)
+    meter = SpeedMeter(config.train.tokens_per_step)
+    trainer = _trainer(config, made, folder, meter, console)
+    log.info(_summary(config, made, shape))
+    trainer.fit(module, data, ckpt_path=_checkpoint_to_resume(config))
+    if trainer.global_step < config.train.steps:
+        console.print(f"stopped after step {trainer.global_step}; continue with resume={folder}", highlight=False)
+        return
+    if not module.validation_metrics:  # a finished run was resumed
+        trainer.validate(module, data, verbose=False)
+    _report(config, made, folder, _result(module, meter), console)
+
+
+def step_shape(train: TrainConfig, micro_batch_tokens: int) -> StepShape:
+    """The largest equal micro-batches of at most `micro_batch_tokens`, and of at least one row."""
+    rows = train.tokens_per_step // train.sequence_length
+    at_most = max(micro_batch_tokens // train.sequence_length, 1)
+    return StepShape(rows, max(part for part in range(1, rows + 1) if rows % part == 0 and part <= at_most))
+
+
+def _data_module(config: Config, made: Assembly, shape: StepShape) -> StepDataModule:
+    train = config.train
+    # Whole micro-batches, so that a compiled model meets one shape.
+    validation_batches = math.ceil(train.validation_tokens / (train.sequence_length * shape.micro_batch_rows))
+    return StepDataModule(
         made.corpus,
         sequence_length=train.sequence_length,
-        rows_per_step=rows_per_step,
+        rows_per_step=shape.rows,
         num_steps=train.steps,
         seed=config.seed,
-        validation_rows=_validation_batches(train, micro_batch_rows) * micro_batch_rows,
-        validation_batch_rows=micro_batch_rows,
+        validation_rows=validation_batches * shape.micro_batch_rows,
+        validation_batch_rows=shape.micro_batch_rows,
     )
-    reached_lengths(np.diff(made.corpus.validation.offsets), config.eval.lengths)  # refused now, not after training
-    head = {"vocab_size": model.options.vocab_size, "chunk_size": trainer_config.head_chunk_tokens}
-    module = TrainingModule(
-        model,
+
+
+def _training_module(config: Config, made: Assembly, shape: StepShape) -> TrainingModule:
+    head = {"vocab_size": made.model.options.vocab_size, "chunk_size": config.trainer.head_chunk_tokens}
+    return TrainingModule(
+        made.model,
         functools.partial(summed_cross_entropy, **head),
         functools.partial(token_nll, **head),
         bytes_per_token=torch.from_numpy(made.tokenizer.bytes_per_token),
         optimizer=config.optimizer,
         schedule=config.schedule,
-        num_steps=train.steps,
-        micro_batch_rows=micro_batch_rows,
+        num_steps=config.train.steps,
+        micro_batch_rows=shape.micro_batch_rows,
     )
-    folder = _folder(config, made)
-    meter = SpeedMeter(train.tokens_per_step)
-    trainer = build_trainer(
+
+
+def _trainer(config: Config, made: Assembly, folder: Path, meter: SpeedMeter, console: Console) -> Trainer:
+    train, logger = config.train, config.logger
+    return build_trainer(
         device_type=made.device.type,
         precision=PRECISIONS[made.device.dtype],
         num_steps=train.steps,
@@ -70,32 +110,12 @@ def run(config: Config) -> None:
         checkpoint_every=train.checkpoint_every,
         log_every=train.log_every,
         checkpoint_folder=folder / runs.CHECKPOINT_FOLDER,
-        loggers=build_loggers(
-            folder / runs.LOG_FOLDER, csv=config.logger.csv, tensorboard=config.logger.tensorboard
-        ),
+        loggers=build_loggers(folder / runs.LOG_FOLDER, csv=logger.csv, tensorboard=logger.tensorboard),
         meter=meter,
-        flops_per_token=_flops(model, train.sequence_length),
+        flops_per_token=_flops(made.model, train.sequence_length),
         peak_flops=peak_flops(torch.cuda.get_device_name()) if made.device.type == "cuda" else None,
         console=console,
     )
-    log.info(_summary(config, made, rows_per_step, micro_batch_rows))
-    trainer.fit(module, data, ckpt_path=_checkpoint_to_resume(config))
-    if trainer.global_step < train.steps:
-        console.print(f"stopped after step {trainer.global_step}; continue with resume={folder}", highlight=False)
-        return
-    if not module.validation_metrics:  # a finished run was resumed
-        trainer.validate(module, data, verbose=False)
-    _report(config, made, folder, module, meter, console)
-
-
-def largest_part(total: int, at_most: int) -> int:
-    """The largest divisor of `total` that is no more than `at_most`, and at least 1."""
-    return max(part for part in range(1, total + 1) if total % part == 0 and part <= max(at_most, 1))
-
-
-def _validation_batches(train: TrainConfig, micro_batch_rows: int) -> int:
-    """Whole micro-batches, so that a compiled model meets one shape."""
-    return math.ceil(train.validation_tokens / (train.sequence_length * micro_batch_rows))
 
 
 def _folder(config: Config, made: Assembly) -> Path:
@@ -116,7 +136,7 @@ def _folder(config: Config, made: Assembly) -> Path:
         attention=made.variant,
         parameters=made.model.num_parameters(),
     )
-    runs.write_provenance(folder, facts)
+    runs.write_json(folder / runs.PROVENANCE_FILE, facts)
     runs.write_whole(folder / runs.CONFIG_FILE, to_yaml(config))
     return folder
 
@@ -143,44 +163,50 @@ def _flops(model: GPT, sequence_length: int) -> dict[str, float]:
     return {"mfu": count(sequence_length), "mfu_visible": count(visible)}
 
 
-def _summary(config: Config, made: Assembly, rows_per_step: int, micro_batch_rows: int) -> str:
+def _summary(config: Config, made: Assembly, shape: StepShape) -> str:
     device, train = made.device, config.train
     return "\n".join(
         [
             f"data: {made.corpus.summary()}",
             f"model: {config.model.name}, {made.model.num_parameters():,} parameters; attention {made.variant}; "
             f"{str(device.dtype).removeprefix('torch.')} on {device.type}{', compiled' * device.compile}",
-            f"step: {train.tokens_per_step:,} tokens = {rows_per_step} rows of {train.sequence_length:,}, "
-            f"{rows_per_step // micro_batch_rows} micro-batches of {micro_batch_rows}; {train.steps:,} steps",
+            f"step: {train.tokens_per_step:,} tokens = {shape.rows} rows of {train.sequence_length:,}, "
+            f"{shape.rows // shape.micro_batch_rows} micro-batches of {shape.micro_batch_rows}; {train.steps:,} steps",
         ]
     )
 
 
-def _report(
-    config: Config, made: Assembly, folder: Path, module: TrainingModule, meter: SpeedMeter, console: Console
-) -> None:
-    """The last validation, a sample, the perplexity curves and where everything lies."""
-    made.model.to(made.device.type).eval()
-    metrics = module.validation_metrics
+def _result(module: TrainingModule, meter: SpeedMeter) -> dict[str, float]:
+    """What the training came to; read before anything else uses the device's memory."""
+    result = {
+        "validation_loss": module.validation_metrics["val/loss"],
+        "bits_per_byte": module.validation_metrics["val/bits_per_byte"],
+    }
+    if speed := meter.average():
+        result["tokens_per_second"] = speed
+    if torch.cuda.is_initialized():
+        result["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return result
+
+
+def _report(config: Config, made: Assembly, folder: Path, result: dict[str, float], console: Console) -> None:
+    """A sample, the perplexity curves, the result and where everything lies."""
+    made.model.to(made.device.type).eval()  # Lightning has put it on the CPU
     text = generate.sample(made, config.generate, config.train.sequence_length, config.seed)
-    (folder / runs.SAMPLE_FILE).write_text(text, encoding="utf-8")
+    runs.write_whole(folder / runs.SAMPLE_FILE, text)
     console.rule("sample")
     console.print(text, markup=False, highlight=False)
     console.rule("perplexity")
-    reports = evaluate.report(
-        made, config, config.train.steps, folder / runs.EVALUATION_FOLDER / "final", console
-    )
+    reports = evaluate.report(made, config, config.train.steps, folder / runs.EVALUATION_FOLDER / "final", console)
+    runs.write_json(folder / runs.RESULT_FILE, result)
     console.rule("result")
     lines = [
-        f"validation loss: {metrics['val/loss']:.4f} nats per token",
-        f"bits per byte: {metrics['val/bits_per_byte']:.2f}",
+        f"validation loss: {result['validation_loss']:.4f} nats per token",
+        f"bits per byte: {result['bits_per_byte']:.2f}",
     ]
-    if speed := meter.average():
-        lines.append(f"speed: {speed:,.0f} tokens/s")
-    if made.device.type == "cuda":
-        lines.append(f"peak memory: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
-    paths = [folder / name for name in (runs.CONFIG_FILE, runs.PROVENANCE_FILE, runs.SAMPLE_FILE)]
-    paths += sorted((folder / runs.CHECKPOINT_FOLDER).iterdir())
-    paths += sorted((folder / runs.LOG_FOLDER).iterdir()) if (folder / runs.LOG_FOLDER).exists() else []
-    for line in [*lines, "wrote:", *(f"  {path}" for path in [*paths, *reports])]:
+    if "tokens_per_second" in result:
+        lines.append(f"speed: {result['tokens_per_second']:,.0f} tokens/s")
+    if "peak_memory_gib" in result:
+        lines.append(f"peak memory: {result['peak_memory_gib']:.2f} GiB")
+    for line in [*lines, "wrote:", *(f"  {path}" for path in [*runs.written(folder), *reports])]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

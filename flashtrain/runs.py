@@ -1,6 +1,6 @@
 """The folder of a run: where each thing lies, and what is recorded so that its numbers can be traced.
 
-    config.yaml  provenance.json  checkpoints/{last,best}.ckpt  logs/  evaluation/  sample.txt
+    config.yaml  provenance.json  result.json  sample.txt  checkpoints/{last,best}.ckpt  logs/  evaluation/
 """
 
 import importlib.metadata
@@ -24,6 +24,7 @@ CHECKPOINTS = ("last", "best")
 LOG_FOLDER = "logs"
 EVALUATION_FOLDER = "evaluation"
 SAMPLE_FILE = "sample.txt"
+RESULT_FILE = "result.json"
 PACKAGES = ("torch", "triton", "lightning", "hydra-core", "datasets", "tokenizers", "numpy")
 
 
@@ -77,12 +78,23 @@ def provenance(**facts: object) -> dict[str, object]:
     }
 
 
-def write_provenance(folder: Path, facts: dict[str, object]) -> None:
-    write_whole(folder / PROVENANCE_FILE, json.dumps(facts, indent=2) + "\n")
+def write_json(path: Path, values: dict[str, object]) -> None:
+    write_whole(path, json.dumps(values, indent=2) + "\n")
+
+
+def written(folder: Path) -> list[Path]:
+    """What training left in the folder of a run, its evaluations apart."""
+    files = [folder / name for name in (CONFIG_FILE, PROVENANCE_FILE, RESULT_FILE, SAMPLE_FILE)]
+    return files + [path for part in (CHECKPOINT_FOLDER, LOG_FOLDER) for path in sorted((folder / part).glob("*"))]
 
 
 def read_provenance(folder: Path) -> dict[str, object]:
-    return json.loads((folder / PROVENANCE_FILE).read_text(encoding="utf-8"))
+    """The recorded facts of a run. Raises UserError where they are missing or damaged."""
+    path = folder / PROVENANCE_FILE
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UserError(f"{path} is missing or damaged; start a new run") from None
 
 
 def _version(package: str) -> str | None:

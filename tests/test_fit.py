@@ -46,11 +46,18 @@ def test_a_run_says_and_leaves_what_it_found(tmp_path, capsys):
         assert (tmp_path / line.strip()).exists()
     folder = tmp_path / "run"
     assert {path.name for path in folder.iterdir()} == {
-        "config.yaml", "provenance.json", "checkpoints", "logs", "evaluation", "sample.txt",
+        "config.yaml", "provenance.json", "result.json", "checkpoints", "logs", "evaluation", "sample.txt",
     }  # fmt: skip
     assert {path.suffix for path in (folder / "evaluation/final").iterdir()} == {".json", ".csv", ".png"}
     facts = json.loads((folder / "provenance.json").read_text())
     assert facts["packages"]["torch"] and facts["corpus"] and facts["attention"] == "sdpa_flash"
+
+
+def test_one_text_file_is_enough(tmp_path, caplog):
+    (tmp_path / "input.txt").write_text("".join(f"line {i} of the only file\n" for i in range(300)))
+    train("data.path=input.txt", "output=run")
+    assert "the only document is cut in two, at a line end" in caplog.text
+    assert (tmp_path / "run/checkpoints/last.ckpt").exists()
 
 
 def test_runs_get_folders_of_their_own(tmp_path):
@@ -151,6 +158,8 @@ def test_resume_refuses_a_missing_or_broken_checkpoint_and_another_corpus(tmp_pa
     checkpoint.write_bytes(whole)
     (books / "0.txt").write_text("something else")
     assert "run was trained on corpus" in resume()
+    (tmp_path / "run/provenance.json").unlink()
+    assert "run/provenance.json is missing or damaged" in resume()
 
 
 def test_evaluate_wants_a_run():
