@@ -62,10 +62,10 @@ def split_documents(source: Source, validation_fraction: float) -> Split:
 
 
 def cut_place(text: str, last_fraction: float) -> int:
-    """Where text[place:] is about the last `last_fraction` of `text`; it has two characters or more, a part one.
+    """The place where text[place:] is about the last `last_fraction` of `text`, and neither part is empty.
 
-    That is behind the line end nearest to the exact place. Where none is so near that the smaller part keeps
-    more than half its length, it is the exact place, inside a line.
+    It is behind the line end nearest to the exact place. Where none is so near that the smaller part keeps more
+    than half its length, it is the exact place, inside a line. `text` has at least two characters.
     """
     goal = min(max(1, round((1 - last_fraction) * len(text))), len(text) - 1)
     reach = (min(goal, len(text) - goal) - 1) // 2
