@@ -2,7 +2,7 @@
 
 `torch.compile` sees one opaque node that takes tensors and numbers only. Importing this file needs torch
 alone: the launchers, and Triton with them, are imported when an operator first runs. Limits are stated in
-`variants`.
+limits.py.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """The forward kernel and its launch: a program per query tile and head loops over the key blocks it sees.
 
-What a problem may look like is stated in `variants`, which blocks to visit in `geometry`, tile sizes in
-`tiles`.
+What a problem may look like is stated in limits.py, which blocks to visit in geometry.py, tile sizes in
+tiles.py.
 Source: FlashAttention-2 (arXiv:2307.08691), algorithm 1.
 """
 
