@@ -231,6 +231,7 @@ import torch
 from flashtrain.kernels.attention import Intervals, attention
 q, k, v = torch.randn(3, 1, 4, 2, 16)
 attention(q, k, v, Intervals.causal())
+torch.ops.flashtrain.flash_v2.default, torch.ops.flashtrain.flash_v2_backward.default
 """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]
