@@ -41,7 +41,7 @@ def test_compiles_and_fits(case):
     for kernel in kernels:
         assert kernel["shared"] <= kernel["allowed"], kernel
         # A few registers' worth outside the inner loop is harmless; an accumulator in memory is not.
-        may_spill = case[0] != "sm_90" or kernel["kernel"] == "_bwd_dkdv_kernel"
+        may_spill = case[0] != "sm_90" or (case[1] != "64" and kernel["kernel"] == "_bwd_dkdv_kernel")
         assert kernel.get("spilled", 0) <= (128 if may_spill else 0), kernel
         if case[0] == "sm_90" and case[2] != "float32" and kernel["kernel"] != "_bwd_delta_kernel":
             assert kernel["tma"] > 0 and kernel["wgmma"] > 0, kernel
