@@ -97,16 +97,24 @@ def _log(trainer: Trainer, metrics: Mapping[str, float], step: int) -> None:
 
 
 class StopOnSignal(Callback):
-    """SIGINT and SIGTERM end training after the step under way; a second one acts as it always does."""
+    """SIGINT and SIGTERM end training after the step under way; a second one acts as it always does.
+
+    One that comes while Lightning still sets up ends it before its first step.
+    """
 
     def __init__(self) -> None:
         self._previous: dict[signal.Signals, Any] = {}
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+
         def stop(signum: int, frame: FrameType | None) -> None:
             pl_module.stop_requested = True
             self._restore()
 
+        # Lightning's handlers would raise at a SIGTERM, and give ours back when the run is over.
+        trainer._signal_connector.register_signal_handlers = lambda: None
         self._previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -114,6 +122,9 @@ class StopOnSignal(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._restore()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._restore()  # a finished run that is resumed has no end of training
 
     def _restore(self) -> None:
         while self._previous:

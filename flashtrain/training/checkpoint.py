@@ -124,12 +124,14 @@ class Checkpoints(Checkpoint):
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
         self._best_loss = state_dict["best_loss"]
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last_step = trainer.global_step
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._last_step = checkpoint["global_step"]
 
     def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
         # Here the step before is wholly done, its validation included; at the end of its batch it was not.
-        if trainer.global_step % self._every == 0:
+        if trainer.global_step > 0 and trainer.global_step % self._every == 0:
             self._save_last(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -72,4 +72,5 @@ def _read(path: Path) -> list[dict[str, str]]:
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        whole_lines = [line for line in file if line.endswith("\n")]  # a crash may have cut the last
+    return list(csv.DictReader(whole_lines))

@@ -158,7 +158,7 @@ class TrainingModule(LightningModule):
         step = checkpoint["global_step"]
         if step > self._num_steps:
             raise UserError(
-                f"{path} is at step {step}, beyond the {self._num_steps} steps of this run; raise train.steps"
+                f"{path} is at step {step}, beyond the {self._num_steps} steps of this run; start a new run"
             )
         checkpoint["loops"]["fit_loop"] = fit_loop_state(self.trainer, step, self._num_steps)
         self.trainer.datamodule.start_step = step

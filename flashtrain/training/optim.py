@@ -1,6 +1,7 @@
 """The optimizer: its options, and which parameters decay."""
 
 from dataclasses import dataclass, replace
+from math import inf
 
 from torch import nn
 from torch.optim import AdamW
@@ -27,15 +28,15 @@ class OptimizerOptions:
     def validate(self) -> list[str]:
         """Return every problem as one sentence."""
         problems = []
-        if self.learning_rate <= 0:
-            problems.append(f"optimizer.learning_rate={self.learning_rate} must be above 0")
-        if self.eps <= 0:
-            problems.append(f"optimizer.eps={self.eps} must be above 0")
-        if self.weight_decay < 0:
-            problems.append(f"optimizer.weight_decay={self.weight_decay} must be 0 or more")
-        if self.clip_norm is not None and self.clip_norm <= 0:
+        if not 0 < self.learning_rate < inf:
+            problems.append(f"optimizer.learning_rate={self.learning_rate} must be above 0 and finite")
+        if not 0 < self.eps < inf:
+            problems.append(f"optimizer.eps={self.eps} must be above 0 and finite")
+        if not 0 <= self.weight_decay < inf:
+            problems.append(f"optimizer.weight_decay={self.weight_decay} must be 0 or more and finite")
+        if self.clip_norm is not None and not 0 < self.clip_norm < inf:
             problems.append(
-                f"optimizer.clip_norm={self.clip_norm} must be above 0; to clip nothing, say null"
+                f"optimizer.clip_norm={self.clip_norm} must be above 0 and finite; to clip nothing, say null"
             )
         for name in ("beta1", "beta2"):
             if not 0 <= (value := getattr(self, name)) < 1:

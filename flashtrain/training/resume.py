@@ -13,6 +13,8 @@ from lightning.pytorch import Trainer
 def fit_loop_state(trainer: Trainer, step: int, num_steps: int) -> dict[str, Any]:
     """Return the state of the fit loop after `step` of the `num_steps` steps of its one epoch."""
     state = trainer.fit_loop.state_dict()
+    if step == 0:
+        return state
     finished = int(step == num_steps)
     # As at the end of a training batch: Lightning completes that batch and does not validate it again.
     batches = {"ready": step, "started": step, "processed": step, "completed": step - 1}

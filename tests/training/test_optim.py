@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -27,17 +28,19 @@ def test_good_options_have_no_problem():
     assert dataclasses.replace(ADAMW, clip_norm=None, weight_decay=0.0).validate() == []
 
 
+@pytest.mark.parametrize("bad", ["out-of-range", math.nan, math.inf])
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("learning_rate", 0.0, "above 0"),
-        ("eps", 0.0, "above 0"),
-        ("weight_decay", -0.1, "0 or more"),
-        ("clip_norm", 0.0, "above 0"),
+        ("learning_rate", 0.0, "above 0 and finite"),
+        ("eps", 0.0, "above 0 and finite"),
+        ("weight_decay", -0.1, "0 or more and finite"),
+        ("clip_norm", 0.0, "above 0 and finite"),
         ("beta1", 1.0, "at least 0 and below 1"),
         ("beta2", -0.1, "at least 0 and below 1"),
     ],
 )
-def test_bad_option_is_named_with_what_is_allowed(name, value, allowed):
+def test_bad_option_is_named_with_what_is_allowed(name, value, allowed, bad):
+    value = value if bad == "out-of-range" else bad
     (problem,) = dataclasses.replace(ADAMW, **{name: value}).validate()
     assert problem.startswith(f"optimizer.{name}={value} must be {allowed}")

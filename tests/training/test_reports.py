@@ -131,6 +131,15 @@ def test_csv_takes_a_column_that_comes_later(tmp_path):
     ]
 
 
+def test_csv_drops_a_row_that_a_crash_has_cut(tmp_path):
+    logger, path = CsvLogger(tmp_path), tmp_path / "train.csv"
+    for step in (1, 2):
+        logger.log_metrics({"train/loss": 0.125}, step)
+    path.write_bytes(path.read_bytes()[:-4])
+    CsvLogger(tmp_path).log_metrics({"train/loss": 0.5}, 3)
+    assert rows(path) == [{"step": "1", "loss": "0.125"}, {"step": "3", "loss": "0.5"}]
+
+
 def test_tensorboard_scalars(tmp_path):
     run(tmp_path, loggers=build_loggers(tmp_path / "logs", csv=False, tensorboard=True))
     events = EventAccumulator(str(tmp_path / "logs" / "tensorboard")).Reload()

@@ -113,7 +113,7 @@ def test_resuming_a_finished_run_takes_no_step(tmp_path):
 def test_checkpoint_beyond_the_last_step_is_refused(tmp_path):
     run(tmp_path)
     module, trainer = make_module(30), make_trainer(tmp_path, 30)
-    with pytest.raises(UserError, match="last.ckpt is at step 40, beyond the 30 steps of this run"):
+    with pytest.raises(UserError, match="last.ckpt is at step 40, beyond the 30 steps of this run; start a new run$"):
         trainer.fit(module, datamodule=Steps(30), ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
 
 
@@ -128,6 +128,42 @@ def test_signal_handlers_are_given_back(tmp_path, number):
     before = signal.getsignal(number)
     run(tmp_path, {3: send(number)})
     assert signal.getsignal(number) == before
+
+
+class At(Callback):
+    """Does `action` in the hook of that name."""
+
+    def __init__(self, hook, action):
+        setattr(self, hook, lambda *_, **__: action())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
+def test_a_signal_before_the_first_step_leaves_a_run_that_can_be_resumed(straight, tmp_path, number, hook):
+    before = signal.getsignal(number)
+    ckpt = tmp_path / "checkpoints" / "last.ckpt"
+    module, trainer = make_module(NUM_STEPS), make_trainer(tmp_path, NUM_STEPS)
+    trainer.callbacks.append(At(hook, send(number)))
+    trainer.fit(module, datamodule=Steps(NUM_STEPS))
+    assert trainer.global_step == read_checkpoint(ckpt)["global_step"] == 0
+    assert signal.getsignal(number) == before
+    module, data, watch, _ = run(tmp_path, ckpt=ckpt)
+    expected, expected_data, expected_watch, _ = straight
+    assert data.seen == expected_data.seen
+    assert watch.losses == expected_watch.losses and watch.validations == expected_watch.validations
+    assert_same_weights(weights(module), weights(expected))
+
+
+def test_handlers_are_given_back_when_setting_up_fails(tmp_path):
+    def fail():
+        raise ValueError("no data")
+
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = make_trainer(tmp_path, NUM_STEPS)
+    trainer.callbacks.append(At("on_train_start", fail))
+    with pytest.raises(ValueError, match="no data"):
+        trainer.fit(make_module(NUM_STEPS), datamodule=Steps(NUM_STEPS))
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path):
