@@ -94,21 +94,24 @@ def open_corpus(
     `validation_fraction` of the documents, or of the only one, is held out for validation (see split.py). The
     source's files are hashed each time, which takes a second or two for a gigabyte.
     Raises UserError if the source cannot be read or has too little text to split, if the fraction is not between
-    0 and 1, or if the folder cannot be written.
+    0 and 1, if the folder cannot be written, or if the corpus in it is damaged.
     """
     if not 0 < validation_fraction < 1:
         raise UserError(f"data.validation_fraction is {validation_fraction}; it has to be between 0 and 1")
     fingerprint = record_digest(FORMAT, source.fingerprint(), tokenizer.fingerprint, validation_fraction)
-    folder = Path(cache_dir) / fingerprint
-    if not folder.is_dir():
-        try:
+    folder = Path(os.path.expanduser(cache_dir)) / fingerprint
+    try:
+        if not folder.is_dir():
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_suffix(".lock")):
                 if not folder.is_dir():
                     _build(folder, source, tokenizer, validation_fraction)
-        except OSError as error:
-            raise UserError(f"data.cache_dir={cache_dir} cannot hold the corpus: {error}") from error
-    return _load(folder, source, tokenizer)
+    except OSError as error:
+        raise UserError(f"data.cache_dir={cache_dir} cannot hold the corpus: {error}") from error
+    try:
+        return _load(folder, source, tokenizer)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"the corpus in {folder} is damaged ({error}); delete that folder to build it anew") from error
 
 
 def _build(folder: Path, source: Source, tokenizer: Tokenizer, validation_fraction: float) -> None:
@@ -175,13 +178,18 @@ class _StreamWriter:
 
 
 def _load(folder: Path, source: Source, tokenizer: Tokenizer) -> Corpus:
-    """Source and tokenizer go by their present names; meta.json has those of the time of building."""
+    """Source and tokenizer go by their present names; meta.json has those of the time of building.
+
+    Raises OSError, ValueError or EOFError for files that are missing or cut.
+    """
     meta = json.loads((folder / "meta.json").read_text())
     streams = {}
     for split, num_bytes in meta["num_bytes"].items():
         tokens_file, offsets_file = _stream_files(folder, split)
-        tokens = np.memmap(tokens_file, tokenizer.dtype, "r")
-        streams[split] = TokenStream(tokens, np.load(offsets_file), num_bytes)
+        tokens, offsets = np.memmap(tokens_file, tokenizer.dtype, "r"), np.load(offsets_file)
+        if len(tokens) != offsets[-1]:
+            raise ValueError(f"{tokens_file.name} has {len(tokens)} tokens instead of {offsets[-1]}")
+        streams[split] = TokenStream(tokens, offsets, num_bytes)
     found = {key: meta[key] for key in ("num_empty", "num_repeated", "cut")}
     return Corpus(folder.name, source.label, tokenizer.name, **found, **streams)
 

@@ -7,12 +7,13 @@ lie. A source reads its files anew each time it is asked, so no corpus has to fi
 import logging
 import os
 import platform
+import stat
 import sysconfig
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from flashtrain.data.digest import file_digest, record_digest
 from flashtrain.data.tables import column_texts
@@ -74,15 +75,18 @@ def text_source(path: str | Path, column: str | None = None) -> Source:
     """A .txt, .jsonl or .parquet file, or a folder of one of these kinds; a document is a text file or a row.
 
     `column` is the field of a row that holds the text, None for the usual `text`; text files have no columns.
-    Raises UserError if there is no such file, or if a folder holds none or several of these kinds.
+    Raises UserError if there is no such file, or if a folder cannot be listed or holds none or several of these
+    kinds.
     """
-    path = Path(path)
-    if path.is_dir():
-        files = _files_of_one_kind(path)
-    elif path.is_file():
-        files = {path.name: path}
-    else:
-        raise UserError(f"data.path={path} does not exist; name a {_either(KINDS)} file or a folder of them")
+    path = Path(os.path.expanduser(path))
+    try:
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+    except OSError as error:
+        raise UserError(
+            f"data.path={path} does not exist or cannot be reached ({error.strerror}); name a {_either(KINDS)} "
+            f"file or a folder of them"
+        ) from error
+    files = _files_of_one_kind(path) if is_folder else {path.name: path}
     kind = next(iter(files.values())).suffix
     if kind not in KINDS:
         raise UserError(f"data.path={path} is no {_either(KINDS)} file; convert or rename it")
@@ -107,11 +111,17 @@ def _files_of_one_kind(folder: Path) -> dict[str, Path]:
 def _files_below(root: Path, skip: Collection[str] = ()) -> dict[str, Path]:
     """Files by their path below `root`, sorted; without hidden ones and without folders named in `skip`."""
     found = {}
-    for folder, subfolders, names in os.walk(root):
+    for folder, subfolders, names in os.walk(root, onerror=_refuse_folder):
         subfolders[:] = [name for name in subfolders if name not in skip and not name.startswith(".")]
         for path in (Path(folder, name) for name in names if not name.startswith(".")):
             found[path.relative_to(root).as_posix()] = path
     return dict(sorted(found.items()))
+
+
+def _refuse_folder(error: OSError) -> NoReturn:
+    raise UserError(
+        f"the folder {error.filename} cannot be listed ({error.strerror}); make it readable or move it away"
+    ) from error
 
 
 def _whole_text(path: Path) -> str:

@@ -36,7 +36,8 @@ def split_documents(source: Source, validation_fraction: float) -> Split:
     kept, num_documents, num_empty = {}, 0, 0
     for name, text in source.documents():
         if text:
-            kept.setdefault(digest(text.encode()), (digest(name.encode()), num_documents))
+            name_bytes = name.encode(errors="surrogateescape")  # a file's name need not be UTF-8
+            kept.setdefault(digest(text.encode()), (digest(name_bytes), num_documents))
         else:
             num_empty += 1
         num_documents += 1

@@ -6,7 +6,7 @@ prefix that stands before each document.
 """
 
 import json
-import re
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -14,11 +14,15 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
-from flashtrain.data.digest import digest, file_digest
+from flashtrain.data.digest import digest
 from flashtrain.errors import UserError
 
 # What the published tokenizers put before a document; the first that a tokenizer has is its prefix.
 PREFIX_TOKENS = ("<|begin_of_text|>", "<bos>", "<s>", "<|endoftext|>", "</s>")
+
+# How the two kinds of vocabulary spell the 256 bytes.
+BYTE_CHARACTERS = frozenset(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+BYTE_PIECES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
 class Tokenizer(Protocol):
@@ -46,9 +50,10 @@ class Tokenizer(Protocol):
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer `bytes`, or the one in the file `name`.
 
-    Raises UserError if that is no tokenizer.json, has no prefix token, or has tokens without a size in bytes.
+    Raises UserError if that is no tokenizer.json, has no prefix token, has tokens without a size in bytes, or
+    lacks tokens for some bytes.
     """
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(name))
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(os.path.expanduser(name)))
 
 
 def _smallest_dtype(vocab_size: int) -> np.dtype:
@@ -72,18 +77,24 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Ids beyond the vocabulary, which a model with a larger one may give, are U+FFFD, too."""
         ids = np.asarray(ids, np.int64)
-        return ids[ids != self.prefix_id].astype(np.uint8).tobytes().decode(errors="replace")
+        ids = np.minimum(ids[ids != self.prefix_id], 0xFF)  # a byte that is nowhere in UTF-8
+        return ids.astype(np.uint8).tobytes().decode(errors="replace")
 
 
 class FileTokenizer:
     """A `tokenizer.json` of the tokenizers library."""
 
     def __init__(self, path: Path) -> None:
-        if not path.is_file():
-            raise UserError(f"data.tokenizer={path} is no file; name a tokenizer.json or say bytes")
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            content = path.read_bytes()
+        except OSError as error:
+            raise UserError(
+                f"data.tokenizer={path} is no file to be read ({error.strerror}); name a tokenizer.json or say bytes"
+            ) from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises nothing more precise
             raise UserError(f"data.tokenizer={path} is not a tokenizer.json ({error}); name one") from error
         self._tokenizer.encode_special_tokens = True  # that is: as the letters they are spelled with
@@ -91,7 +102,7 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self.prefix_id = _prefix_id(self._tokenizer, path)
         self.name = str(path)
-        self.fingerprint = file_digest(path)
+        self.fingerprint = digest(content)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
         self.bytes_per_token = _bytes_per_token(self._tokenizer, self.vocab_size, path)
         self.dtype = _smallest_dtype(self.vocab_size)
@@ -104,6 +115,7 @@ class FileTokenizer:
         return [np.array(encoding.ids, self.dtype) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Ids beyond the vocabulary give no text."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
@@ -128,13 +140,19 @@ def _bytes_per_token(tokenizer: tokenizers.Tokenizer, vocab_size: int, path: Pat
     parts = json.loads(tokenizer.to_str())
     decoder = parts["decoder"] or {"type": None}
     if "ByteLevel" in [step["type"] for step in decoder.get("decoders", [decoder])]:
-        num_bytes = len
+        num_bytes, spellings = len, BYTE_CHARACTERS
     elif parts["model"].get("byte_fallback"):
-        num_bytes = _num_bytes_with_fallback
+        num_bytes, spellings = _num_bytes_with_fallback, BYTE_PIECES
     else:
         raise UserError(
             f"data.tokenizer={path} is neither byte-level nor byte-fallback, so its tokens have no size in "
             f"bytes; name one like those of GPT-2 or Llama, or say data.tokenizer=bytes"
+        )
+    missing = sorted(spellings - tokenizer.get_vocab(with_added_tokens=False).keys())
+    if missing:
+        raise UserError(
+            f"data.tokenizer={path} has no token for {len(missing)} of the 256 bytes, such as {missing[0]}, and "
+            f"would lose text; train it with all of them or say data.tokenizer=bytes"
         )
     table = np.zeros(vocab_size, np.int64)
     added = tokenizer.get_added_tokens_decoder()
@@ -147,4 +165,4 @@ def _bytes_per_token(tokenizer: tokenizers.Tokenizer, vocab_size: int, path: Pat
 
 
 def _num_bytes_with_fallback(token: str) -> int:
-    return 1 if re.fullmatch("<0x[0-9A-F]{2}>", token) else len(token.replace("\u2581", " ").encode())
+    return 1 if token in BYTE_PIECES else len(token.replace("\u2581", " ").encode())

@@ -153,6 +153,11 @@ def test_cache_that_cannot_be_written(source, tmp_path):
         opened(source, tmp_path / "file")
 
 
+def test_cache_below_home(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert (tmp_path / "cache" / opened(source, "~/cache").fingerprint).is_dir()
+
+
 def test_source_that_vanished(source, cache, tmp_path):
     (tmp_path / "texts" / "003.txt").unlink()
     with pytest.raises(UserError, match="003.txt"):
@@ -197,6 +202,16 @@ def test_any_change_makes_another_corpus(tmp_path, cache):
     corpora.append(opened(write(tmp_path / "texts", {"000": "changed"}), cache))
     corpora.append(opened(write(tmp_path / "texts", {"new": "more"}), cache))
     assert len({corpus.fingerprint for corpus in corpora}) == 5
+
+
+@pytest.mark.parametrize("cut", [None, 0, 20], ids=["missing", "empty", "cut"])
+@pytest.mark.parametrize("name", ["meta.json", "train.tokens", "validation.offsets.npy"])
+def test_damaged_corpus_names_the_folder_to_delete(source, cache, name, cut):
+    folder = cache / opened(source, cache).fingerprint
+    content = (folder / name).read_bytes()
+    (folder / name).unlink() if cut is None else (folder / name).write_bytes(content[:cut])
+    with pytest.raises(UserError, match=f"the corpus in {folder} is damaged .*delete that folder"):
+        opened(source, cache)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("no space left"), RuntimeError()], ids=repr)

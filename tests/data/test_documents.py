@@ -1,5 +1,6 @@
 """Sources: the standard library as it is installed here, and text, jsonl and parquet through `datasets`."""
 
+import errno
 import json
 import logging
 import os
@@ -81,6 +82,12 @@ def test_folder_of_text_is_read_in_order_of_path_without_hidden_files(tmp_path, 
     assert f"{tmp_path}: only .txt is read; left out: 1, such as notes.md" in caplog.text
 
 
+def test_home_is_spelled_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("a")
+    assert documents("~/a.txt") == [("a.txt", "a")]
+
+
 def test_text_that_is_not_utf8_is_refused(tmp_path):
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
     assert "latin.txt cannot be read as UTF-8" in refusal(tmp_path)
@@ -156,7 +163,26 @@ def test_datasets_leaves_nothing_behind_and_says_nothing(tmp_path):
 
 
 def test_missing_path(tmp_path):
-    assert "does not exist; name a .txt, .jsonl or .parquet file" in refusal(tmp_path / "nowhere")
+    message = refusal(tmp_path / "nowhere")
+    assert "does not exist or cannot be reached (No such file" in message
+    assert "; name a .txt, .jsonl or .parquet file" in message
+
+
+def test_path_that_the_system_refuses(tmp_path):
+    """As it does below a folder without the right to search it, which root always has."""
+    assert "cannot be reached (File name too long); name a .txt" in refusal(tmp_path / ("x" * 300))
+
+
+def test_folder_that_cannot_be_listed(tmp_path, monkeypatch):
+    def scandir(folder, real=os.scandir):
+        if folder.endswith("locked"):
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
+        return real(folder)
+
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert f"the folder {tmp_path / 'locked'} cannot be listed (Permission denied)" in refusal(tmp_path)
 
 
 def test_unknown_kind(tmp_path):

@@ -1,5 +1,7 @@
 """The end that is held out of a text which is the only one: how much it is, and that lines stay whole."""
 
+import os
+
 import pytest
 
 from flashtrain.data.documents import text_source
@@ -55,6 +57,12 @@ def test_one_of_several_documents_is_never_cut(tmp_path):
     found = split(tmp_path, {"a": LINES, "b": "another"})
     assert found.cut is None
     assert sorted(map(str, found.parts)) == sorted(str({name: slice(None)}) for name in ("train", "validation"))
+
+
+def test_names_need_not_be_utf8(tmp_path):
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("one")
+    found = split(tmp_path, {"a": "another"})
+    assert sorted(name for parts in found.parts for name in parts) == ["train", "validation"]
 
 
 @pytest.mark.parametrize("texts", [{"a": ""}, {"a": "x"}, {"a": "x", "b": "x", "c": ""}], ids=["no", "one", "same"])

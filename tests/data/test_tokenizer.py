@@ -1,5 +1,6 @@
 """Ids and their sizes in bytes: the byte tokenizer, and the kinds of tokenizer.json that have such sizes."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,7 @@ def test_byte_tokenizer_is_the_bytes():
     assert tokenizer.encode("é").tolist() == [0xC3, 0xA9]
     assert (tokenizer.vocab_size, tokenizer.prefix_id, tokenizer.dtype) == (257, 256, np.uint16)
     assert tokenizer.decode([0xC3, 256, 0x28]) == "\ufffd("
+    assert tokenizer.decode([0x61, 257, 0x162, 0x62]) == "a\ufffd\ufffdb", "ids of a model with more"
 
 
 def test_byte_level_counts_added_text_and_half_characters(tmp_path):
@@ -99,14 +101,15 @@ def test_byte_level_counts_added_text_and_half_characters(tmp_path):
 
 
 def test_large_vocabularies_take_uint32(tmp_path):
-    pieces = ["<s>", *(f"piece {i}" for i in range(1 << 16)), *"abc"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = ["<s>", *(f"piece {i}" for i in range(1 << 16)), *alphabet]
     large = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
     large.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     large.decoder = decoders.ByteLevel()
     large.add_special_tokens(["<s>"])
     tokenizer = load_tokenizer(saved(large, tmp_path))
     assert tokenizer.dtype == np.uint32
-    assert tokenizer.encode("abc").tolist() == [65537, 65538, 65539]
+    assert tokenizer.encode("abc").tolist() == [65537 + alphabet.index(letter) for letter in "abc"]
 
 
 def test_fingerprint_is_of_the_content(tmp_path):
@@ -129,9 +132,34 @@ def test_saved_truncation_and_padding_do_not_reach_documents(tmp_path):
     assert len(tokenizer.encode("a")) == 1
 
 
+def test_home_is_spelled_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    saved(byte_level(), tmp_path)
+    assert load_tokenizer("~/tokenizer.json").name == str(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("maker", [byte_level, byte_fallback])
+@pytest.mark.parametrize("unk", [None, "<unk>"], ids=["drops", "unk"])
+def test_vocabulary_without_some_byte_is_refused(tmp_path, maker, unk):
+    """Such a tokenizer drops the byte, or gives <unk> for it, which has no size."""
+    parts = json.loads(maker().to_str())
+    vocab = parts["model"]["vocab"]
+    del vocab["A" if "A" in vocab else "<0x41>"]
+    vocab.setdefault("<unk>", len(vocab) + 1)
+    parts["model"]["unk_token"] = unk
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(parts))
+    with pytest.raises(UserError, match="no token for 1 of the 256 bytes, such as (A|<0x41>), and would lose"):
+        load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "x" * 300, "."], ids=["missing", "system-error", "folder"])
+def test_what_cannot_be_read_is_refused(name):
+    with pytest.raises(UserError, match=f"data.tokenizer={name} is no file to be read .*name a tokenizer.json"):
+        load_tokenizer(name)
+
+
 def test_refusals(tmp_path):
-    with pytest.raises(UserError, match="is no file"):
-        load_tokenizer("gpt2")
     not_json = tmp_path / "not.json"
     not_json.write_text("{}")
     with pytest.raises(UserError, match="not a tokenizer.json"):
