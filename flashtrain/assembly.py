@@ -1,4 +1,4 @@
-"""What a Config stands for: its data, its model with the attention bound to it, its loss and its scorer.
+"""What a Config stands for: its corpus, its model with the attention bound to it, and its scorer.
 
 The verbs share these steps; from here on code takes plain arguments.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashtrain import device as devices
 from flashtrain import runs
-from flashtrain.config import Config, DataConfig, TextDataConfig
+from flashtrain.config import Config, DataConfig, TextDataConfig, refuse_all_but
 from flashtrain.data.corpus import Corpus, open_corpus
 from flashtrain.data.documents import stdlib_source, text_source
 from flashtrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -32,11 +32,10 @@ CAUSAL = Intervals.causal()
 
 @dataclass(frozen=True)
 class Assembly:
-    """Everything that a Config makes, in the order in which it can fail."""
+    """What every command needs."""
 
     device: Device
     tokenizer: Tokenizer
-    corpus: Corpus
     variant: str
     """The attention variant, never auto."""
     model: GPT
@@ -49,16 +48,17 @@ def assemble(config: Config, *, trains: bool) -> Assembly:
     options = resolve_model(config.model, tokenizer)
     lengths = [*config.eval.lengths, config.train.sequence_length]
     variant = choose_attention(config.attention.variant, options, device, lengths, trains=trains)
-    corpus = open_data(config.data, tokenizer)
     torch.manual_seed(config.seed)
-    return Assembly(device, tokenizer, corpus, variant, build_model(options, variant, device))
+    return Assembly(device, tokenizer, variant, build_model(options, variant, device))
 
 
 def assemble_run(config: Config) -> tuple[Assembly, int]:
     """Make what the finished run `config.run` used, with its weights, and the step these are from."""
+    refuse_all_but(("run", "checkpoint"), config)
     if config.run is None:
         raise UserError("which run is meant? Say run=DIR, a folder that train.py made")
     assembly = assemble(config, trains=False)
+    runs.require_same(Path(config.run), "tokenizer", assembly.tokenizer.fingerprint)
     step = load_weights(assembly.model, runs.checkpoint(Path(config.run), config.checkpoint))
     assembly.model.eval()
     return assembly, step

@@ -5,7 +5,9 @@ turns what Hydra composed into a `Config`, with a run's own settings where `run`
 Only the verbs read a `Config`: below them code takes plain arguments.
 """
 
+import dataclasses
 import difflib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +25,12 @@ from flashtrain.training.optim import OptimizerOptions
 from flashtrain.training.schedule import ScheduleOptions
 
 # What a command may change on a finished or interrupted run; everything else makes it another run.
-CHANGEABLE = ("attention", "trainer", "eval", "generate", "logger", "checkpoint", "run", "resume", "output")
+CHANGEABLE = ("attention", "trainer", "eval", "generate", "logger")
+
+MOST_SEEDS = 2**32
+
+# What one command does, not what a run is: never taken from a saved run.
+INVOCATION = ("output", "resume", "run", "checkpoint")
 
 
 @dataclass
@@ -122,6 +129,7 @@ class Config:
     checkpoint: str
     """Which weights of that run: last, or best, the ones with the lowest validation loss."""
 
+
 DATA_SCHEMAS = {"stdlib": DataConfig, "text": TextDataConfig}
 
 
@@ -152,6 +160,14 @@ def settle(composed: DictConfig, overrides: list[str]) -> Config:
     if problems:
         raise UserError(problems[0])
     return config
+
+
+def refuse_all_but(used: tuple[str, ...], config: Config) -> None:
+    """Raise UserError for a key of `INVOCATION` that is set and that this command has no use for."""
+    for name in INVOCATION:
+        value = getattr(config, name)
+        if name not in used and value not in (None, runs.LAST):
+            raise UserError(f"{name}={value} is not for this command, which takes {' and '.join(used)}; leave it out")
 
 
 def to_yaml(config: Config) -> str:
@@ -189,8 +205,10 @@ def _of_saved_run(folder: Path, composed: DictConfig, overrides: list[str]) -> D
             raise UserError(f"experiment=... makes a new run; leave it out: {folder} has its own settings")
         if key.split(".")[0] in CHANGEABLE:
             OmegaConf.update(settings, key, OmegaConf.select(composed, key), merge=False)
-        else:
+        elif key not in INVOCATION:
             differences += _differences(key, OmegaConf.select(settings, key), OmegaConf.select(composed, key))
+    for key in INVOCATION:
+        settings[key] = composed[key]
     if differences:
         raise UserError(
             f"{folder} was made with other settings: {'; '.join(differences)}; leave them out, or start a new "
@@ -201,14 +219,17 @@ def _of_saved_run(folder: Path, composed: DictConfig, overrides: list[str]) -> D
 
 def _saved(folder: Path) -> DictConfig:
     path = folder / runs.CONFIG_FILE
-    if not path.is_file():
-        raise UserError(f"{folder} is not the folder of a run: it has no {runs.CONFIG_FILE}")
     try:
         values = OmegaConf.load(path)
+    except OSError:
+        raise UserError(f"{folder} is not the folder of a run: it has no {runs.CONFIG_FILE} to read") from None
+    except (UnicodeDecodeError, YAMLError):
+        raise UserError(f"{path} is damaged; start a new run") from None
+    try:
         settings = OmegaConf.structured(Config)
         settings.data = OmegaConf.structured(DATA_SCHEMAS[values.data.source])
         return OmegaConf.merge(settings, values)
-    except (OmegaConfBaseException, YAMLError, KeyError, AttributeError) as error:
+    except (OmegaConfBaseException, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} does not fit the settings of this version: {reason}") from None
 
@@ -231,8 +252,29 @@ def contradictions(config: Config) -> list[str]:
         *config.schedule.validate(),
         *config.eval.validate(config.model.position_limit),
         *_generation(config.generate),
-        *([f"seed is {config.seed}; it must be 0 or more"] if config.seed < 0 else []),
+        *_not_finite("", config),
+        *_invocation(config),
     ]
+
+
+def _not_finite(prefix: str, options: object) -> list[str]:
+    """NaN and infinity pass most comparisons."""
+    problems = []
+    for name, value in vars(options).items():
+        if dataclasses.is_dataclass(value):
+            problems += _not_finite(f"{prefix}{name}.", value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            problems.append(f"{prefix}{name} is {value}; it must be a finite number")
+    return problems
+
+
+def _invocation(config: Config) -> list[str]:
+    problems = []
+    if not 0 <= config.seed < MOST_SEEDS:
+        problems.append(f"seed is {config.seed}; it must be at least 0 and below {MOST_SEEDS}")
+    if config.checkpoint not in runs.CHECKPOINTS:
+        problems.append(f"checkpoint is {config.checkpoint}; allowed are {' and '.join(runs.CHECKPOINTS)}")
+    return problems
 
 
 def _below_one(group: str, options: TrainConfig | TrainerConfig) -> list[str]:

@@ -8,6 +8,7 @@ and keeps its trace.
 import contextlib
 import dataclasses
 import difflib
+import io
 import logging
 import os
 import re
@@ -33,6 +34,8 @@ def main(verb: Callable[[schema.Config], None]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands exceptions on instead of printing them itself
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("flashtrain").setLevel(logging.INFO)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a sample may hold what this terminal cannot show
     schema.register()
 
     def task(composed: DictConfig) -> None:
@@ -51,6 +54,8 @@ def mistakes_end_in_one_sentence() -> Iterator[None]:
         sys.exit(f"error: {mistake}")
     except (HydraException, OmegaConfBaseException) as mistake:
         sys.exit(f"error: {explain(mistake)}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
 
 
 def explain(error: Exception) -> str:
@@ -69,6 +74,8 @@ def explain(error: Exception) -> str:
         return f"{key} has no value; say {key}=..."
     if dataclasses.is_dataclass(group) and f"Key '{key.rpartition('.')[2]}' not in" in str(cause):
         return place + schema.unknown_key(key, group)
+    if key and "is not a ListConfig" in str(cause):
+        return f"{place}{key} takes a list, as in {key}=[512]"
     if key and isinstance(cause, OmegaConfBaseException):
         return f"{place}{key}: {str(cause).splitlines()[0]}"
     override = re.search(r"Could not override '([^']+)'", str(error))

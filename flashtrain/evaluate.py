@@ -5,30 +5,47 @@
 
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 
 from flashtrain import runs
-from flashtrain.assembly import Assembly, assemble_run, scorer
+from flashtrain.assembly import Assembly, assemble_run, open_data, scorer
 from flashtrain.config import Config
+from flashtrain.data.corpus import Corpus
 from flashtrain.entry import main
-from flashtrain.evaluation.perplexity import Conditions, perplexity_curves
+from flashtrain.errors import UserError
+from flashtrain.evaluation.options import EvalOptions
+from flashtrain.evaluation.perplexity import Conditions, PerplexityCurves, perplexity_curves
 from flashtrain.evaluation.report import terminal_report, write_reports
+from flashtrain.evaluation.windows import reached_lengths
 
 
 def run(config: Config) -> None:
     """Score the validation documents with a run's weights: tables here, files in a new folder of the run."""
     console = Console()
     made, step = assemble_run(config)
+    corpus = open_data(config.data, made.tokenizer)
+    runs.require_same(Path(config.run), "corpus", corpus.fingerprint)
+    curves = measure(made, corpus, config, step, console)
     folder = runs.stamped_folder(Path(config.run) / runs.EVALUATION_FOLDER, made.variant)
-    for path in report(made, config, step, folder, console):
+    for path in write_reports(curves, folder):
         console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
 
 
-def report(made: Assembly, config: Config, step: int, folder: Path, console: Console) -> list[Path]:
-    """Show the curves of the model in `made` and write them to `folder`; return the files."""
+def unscorable(corpus: Corpus, options: EvalOptions) -> str | None:
+    """Why no validation document can be scored, or None."""
+    try:
+        reached_lengths(np.diff(corpus.validation.offsets), options.lengths)
+    except UserError as reason:
+        return str(reason)
+    return None
+
+
+def measure(made: Assembly, corpus: Corpus, config: Config, step: int, console: Console) -> PerplexityCurves:
+    """The curves of the model in `made`, shown on the console."""
     curves = perplexity_curves(
         scorer(made.model, made.device, config.trainer.head_chunk_tokens),
-        made.corpus.validation,
+        corpus.validation,
         bytes_per_token=made.tokenizer.bytes_per_token,
         options=config.eval,
         conditions=Conditions(
@@ -38,8 +55,8 @@ def report(made: Assembly, config: Config, step: int, folder: Path, console: Con
             attention=made.variant,
             dtype=str(made.device.dtype).removeprefix("torch."),
             device=made.device.type,
-            corpus=made.corpus.source,
-            corpus_fingerprint=made.corpus.fingerprint,
+            corpus=corpus.source,
+            corpus_fingerprint=corpus.fingerprint,
             tokenizer=made.tokenizer.name,
             tokenizer_fingerprint=made.tokenizer.fingerprint,
             prefix_id=made.tokenizer.prefix_id,
@@ -47,7 +64,7 @@ def report(made: Assembly, config: Config, step: int, folder: Path, console: Con
         console=console,
     )
     console.print(terminal_report(curves))
-    return write_reports(curves, folder)
+    return curves
 
 
 if __name__ == "__main__":

@@ -5,21 +5,20 @@ The run's folder is made once everything that can be refused has been checked.
 
 import functools
 import logging
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from rich.console import Console
 
 from flashtrain import evaluate, generate, runs
-from flashtrain.assembly import CAUSAL, Assembly, assemble
-from flashtrain.config import Config, TrainConfig, to_yaml
+from flashtrain.assembly import CAUSAL, Assembly, assemble, open_data
+from flashtrain.config import Config, TrainConfig, refuse_all_but, to_yaml
+from flashtrain.data.corpus import Corpus
 from flashtrain.data.datamodule import StepDataModule
-from flashtrain.errors import UserError
-from flashtrain.evaluation.windows import reached_lengths
+from flashtrain.entry import main
+from flashtrain.evaluation.report import write_reports
 from flashtrain.model.gpt import GPT
 from flashtrain.model.head import summed_cross_entropy, token_nll
 from flashtrain.performance.flops import flops_per_token, peak_flops
@@ -43,25 +42,33 @@ class StepShape:
 
 def run(config: Config) -> None:
     """Train to the end, or to a signal; the folder of the run then has all that the command line shows."""
+    refuse_all_but(("output", "resume"), config)
     console = Console()
+    if config.resume is not None and (Path(config.resume) / runs.RESULT_FILE).exists():
+        _say(console, f"{config.resume} has taken all its steps; evaluate it with run={config.resume}")
+        return
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()  # those of a sweep's earlier jobs
     made = assemble(config, trains=True)
-    reached_lengths(np.diff(made.corpus.validation.offsets), config.eval.lengths)  # refused now, not after training
+    corpus = open_data(config.data, made.tokenizer)
     shape = step_shape(config.train, config.trainer.micro_batch_tokens)
-    data = _data_module(config, made, shape)
+    data = _data_module(config, corpus, shape)
     module = _training_module(config, made, shape)
-    folder = _folder(config, made)
+    if reason := evaluate.unscorable(corpus, config.eval):
+        log.warning("perplexity by context will not be measured: %s", reason)
+    folder = _folder(config, made, corpus)
     meter = SpeedMeter(config.train.tokens_per_step)
     trainer = _trainer(config, made, folder, meter, console)
-    log.info(_summary(config, made, shape))
+    log.info(_summary(config, made, corpus, shape))
     trainer.fit(module, data, ckpt_path=_checkpoint_to_resume(config))
     if trainer.global_step < config.train.steps:
-        console.print(f"stopped after step {trainer.global_step}; continue with resume={folder}", highlight=False)
+        _say(console, f"stopped after step {trainer.global_step}; continue with resume={folder}")
         return
-    if not module.validation_metrics:  # a finished run was resumed
+    if not module.validation_metrics:  # resumed after its last step, which was all but the report
         trainer.validate(module, data, verbose=False)
-    _report(config, made, folder, _result(module, meter), console)
+    result = _result(module, meter)
+    runs.write_json(folder / runs.RESULT_FILE, result)
+    _report(config, made, corpus, folder, result, console)
 
 
 def step_shape(train: TrainConfig, micro_batch_tokens: int) -> StepShape:
@@ -71,17 +78,15 @@ def step_shape(train: TrainConfig, micro_batch_tokens: int) -> StepShape:
     return StepShape(rows, max(part for part in range(1, rows + 1) if rows % part == 0 and part <= at_most))
 
 
-def _data_module(config: Config, made: Assembly, shape: StepShape) -> StepDataModule:
+def _data_module(config: Config, corpus: Corpus, shape: StepShape) -> StepDataModule:
     train = config.train
-    # Whole micro-batches, so that a compiled model meets one shape.
-    validation_batches = math.ceil(train.validation_tokens / (train.sequence_length * shape.micro_batch_rows))
     return StepDataModule(
-        made.corpus,
+        corpus,
         sequence_length=train.sequence_length,
         rows_per_step=shape.rows,
         num_steps=train.steps,
         seed=config.seed,
-        validation_rows=validation_batches * shape.micro_batch_rows,
+        validation_rows=max(train.validation_tokens // train.sequence_length, 1),
         validation_batch_rows=shape.micro_batch_rows,
     )
 
@@ -118,20 +123,18 @@ def _trainer(config: Config, made: Assembly, folder: Path, meter: SpeedMeter, co
     )
 
 
-def _folder(config: Config, made: Assembly) -> Path:
+def _folder(config: Config, made: Assembly, corpus: Corpus) -> Path:
     """The folder of this run, with its settings saved; a resumed one has to have the same corpus."""
     if config.resume is not None:
         folder = Path(config.resume)
-        trained_on = runs.read_provenance(folder)["corpus"]
-        if trained_on != made.corpus.fingerprint:
-            raise UserError(
-                f"{folder} was trained on corpus {trained_on} and the data is now {made.corpus.fingerprint}; "
-                "bring the old files and tokenizer back, or start a new run"
-            )
+        runs.require_same(folder, "corpus", corpus.fingerprint)
+        recorded = runs.read_provenance(folder)
+        recorded.setdefault("resumed", []).append(runs.provenance(attention=made.variant))
+        runs.write_json(folder / runs.PROVENANCE_FILE, recorded)
         return folder
     folder = runs.new_folder(config.output, f"{config.model.name}_{made.variant}")
     facts = runs.provenance(
-        corpus=made.corpus.fingerprint,
+        corpus=corpus.fingerprint,
         tokenizer=made.tokenizer.fingerprint,
         attention=made.variant,
         parameters=made.model.num_parameters(),
@@ -144,7 +147,7 @@ def _folder(config: Config, made: Assembly) -> Path:
 def _checkpoint_to_resume(config: Config) -> Path | None:
     if config.resume is None:
         return None
-    return runs.checkpoint(Path(config.resume), "last")
+    return runs.checkpoint(Path(config.resume), runs.LAST)
 
 
 def _flops(model: GPT, sequence_length: int) -> dict[str, float]:
@@ -163,11 +166,11 @@ def _flops(model: GPT, sequence_length: int) -> dict[str, float]:
     return {"mfu": count(sequence_length), "mfu_visible": count(visible)}
 
 
-def _summary(config: Config, made: Assembly, shape: StepShape) -> str:
+def _summary(config: Config, made: Assembly, corpus: Corpus, shape: StepShape) -> str:
     device, train = made.device, config.train
     return "\n".join(
         [
-            f"data: {made.corpus.summary()}",
+            f"data: {corpus.summary()}",
             f"model: {config.model.name}, {made.model.num_parameters():,} parameters; attention {made.variant}; "
             f"{str(device.dtype).removeprefix('torch.')} on {device.type}{', compiled' * device.compile}",
             f"step: {train.tokens_per_step:,} tokens = {shape.rows} rows of {train.sequence_length:,}, "
@@ -189,24 +192,36 @@ def _result(module: TrainingModule, meter: SpeedMeter) -> dict[str, float]:
     return result
 
 
-def _report(config: Config, made: Assembly, folder: Path, result: dict[str, float], console: Console) -> None:
+def _report(
+    config: Config, made: Assembly, corpus: Corpus, folder: Path, result: dict[str, float], console: Console
+) -> None:
     """A sample, the perplexity curves, the result and where everything lies."""
     made.model.to(made.device.type).eval()  # Lightning has put it on the CPU
     text = generate.sample(made, config.generate, config.train.sequence_length, config.seed)
     runs.write_whole(folder / runs.SAMPLE_FILE, text)
     console.rule("sample")
-    console.print(text, markup=False, highlight=False)
-    console.rule("perplexity")
-    reports = evaluate.report(made, config, config.train.steps, folder / runs.EVALUATION_FOLDER / "final", console)
-    runs.write_json(folder / runs.RESULT_FILE, result)
+    _say(console, text)
+    reports = []
+    if not evaluate.unscorable(corpus, config.eval):
+        console.rule("perplexity")
+        curves = evaluate.measure(made, corpus, config, config.train.steps, console)
+        reports = write_reports(curves, folder / runs.EVALUATION_FOLDER / "final")
     console.rule("result")
-    lines = [
-        f"validation loss: {result['validation_loss']:.4f} nats per token",
-        f"bits per byte: {result['bits_per_byte']:.2f}",
-    ]
+    _say(console, f"validation loss: {result['validation_loss']:.4f} nats per token")
+    _say(console, f"bits per byte: {result['bits_per_byte']:.2f}")
     if "tokens_per_second" in result:
-        lines.append(f"speed: {result['tokens_per_second']:,.0f} tokens/s")
+        _say(console, f"speed: {result['tokens_per_second']:,.0f} tokens/s")
     if "peak_memory_gib" in result:
-        lines.append(f"peak memory: {result['peak_memory_gib']:.2f} GiB")
-    for line in [*lines, "wrote:", *(f"  {path}" for path in [*runs.written(folder), *reports])]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _say(console, f"peak memory: {result['peak_memory_gib']:.2f} GiB")
+    _say(console, "wrote:")
+    for path in [*runs.written(folder), *reports]:
+        _say(console, f"  {path}")
+
+
+def _say(console: Console, text: str) -> None:
+    """Print text as it is: brackets are no markup, and paths stay whole."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main(run)

@@ -3,6 +3,7 @@
     config.yaml  provenance.json  result.json  sample.txt  checkpoints/{last,best}.ckpt  logs/  evaluation/
 """
 
+import contextlib
 import importlib.metadata
 import itertools
 import json
@@ -10,6 +11,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from flashtrain.errors import UserError
 CONFIG_FILE = "config.yaml"
 PROVENANCE_FILE = "provenance.json"
 CHECKPOINT_FOLDER = "checkpoints"
-CHECKPOINTS = ("last", "best")
+LAST, BEST = CHECKPOINTS = ("last", "best")
 LOG_FOLDER = "logs"
 EVALUATION_FOLDER = "evaluation"
 SAMPLE_FILE = "sample.txt"
@@ -32,37 +34,47 @@ def new_folder(output: str | None, label: str) -> Path:
     """Make and return the folder of a new run: `output`, or runs/TIME_label; never one that exists."""
     if output is None:
         return stamped_folder(Path("runs"), label)
-    try:
-        Path(output).mkdir(parents=True)
-    except FileExistsError:
-        raise UserError(f"output={output} exists; name another, or say resume={output} to continue it") from None
+    with _writing(output):
+        try:
+            Path(output).mkdir(parents=True)
+        except FileExistsError:
+            raise UserError(f"output={output} exists; name another, or say resume={output} to continue it") from None
     return Path(output)
 
 
 def stamped_folder(parent: Path, label: str) -> Path:
     """Make and return parent/TIME_label, with a number behind it where another process has just taken that name."""
     stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{label}"
-    for number in itertools.count(1):
-        folder = parent / (stem if number == 1 else f"{stem}-{number}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return folder
+    with _writing(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            folder = parent / (stem if number == 1 else f"{stem}-{number}")
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                continue
+            return folder
 
 
 def checkpoint(folder: Path, name: str) -> Path:
-    """The path of a run's checkpoint `last` or `best`."""
-    if name not in CHECKPOINTS:
-        raise UserError(f"checkpoint is {name}; allowed are {' and '.join(CHECKPOINTS)}")
+    """The path of a run's checkpoint, one of `CHECKPOINTS`."""
     return folder / CHECKPOINT_FOLDER / f"{name}.ckpt"
 
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file so that a reader sees all of it or none."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    with _writing(path):
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
+
+
+@contextlib.contextmanager
+def _writing(path: Path | str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); say output=DIR with another place") from None
 
 
 def provenance(**facts: object) -> dict[str, object]:
@@ -95,6 +107,16 @@ def read_provenance(folder: Path) -> dict[str, object]:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise UserError(f"{path} is missing or damaged; start a new run") from None
+
+
+def require_same(folder: Path, what: str, found: str) -> None:
+    """Raise UserError unless the run in `folder` was made with this fingerprint of `what`, corpus or tokenizer."""
+    recorded = read_provenance(folder).get(what)
+    if recorded != found:
+        raise UserError(
+            f"{folder} was made with {what} {recorded} and now there is {found}; bring the old files back, or start "
+            "a new run"
+        )
 
 
 def _version(package: str) -> str | None:

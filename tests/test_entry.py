@@ -83,7 +83,7 @@ def test_an_unknown_key_is_answered_with_the_nearest(mistake, settings, group):
         (["train.steps=0"], "train.steps is 0; it must be at least 1"),
         (["data=text"], "data.path has no value; say data.path=..."),
         (["data.path=x"], "there is no setting data.path; allowed are data.source,"),
-        (["seed=-1"], "seed is -1; it must be 0 or more"),
+        (["seed=-1"], "seed is -1; it must be at least 0 and below 4294967296"),
         (
             ["train.tokens_per_step=1000"],
             "train.tokens_per_step is 1000 and no multiple of train.sequence_length 256; the next that is: "

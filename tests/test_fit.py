@@ -93,13 +93,28 @@ def test_stopped_and_resumed_is_bit_for_bit_the_same_run(tmp_path, monkeypatch, 
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
-def test_a_finished_run_resumes_to_its_report(capsys):
+def test_a_finished_run_says_so_and_keeps_its_result(tmp_path, capsys):
+    train("output=run")
+    before = (tmp_path / "run/result.json").read_text()
+    run_command("python train.py resume=run")
+    assert capsys.readouterr().out.endswith("run has taken all its steps; evaluate it with run=run\n")
+    assert (tmp_path / "run/result.json").read_text() == before
+
+
+def test_a_run_that_ended_before_its_report_resumes_to_it(tmp_path, capsys):
     train("output=run")
     first = capsys.readouterr().out
+    (tmp_path / "run/result.json").unlink()
     run_command("python train.py resume=run")
     again = capsys.readouterr().out
     for line in ("validation loss: ", "bits per byte: "):
         assert again.split(line)[1].split()[0] == first.split(line)[1].split()[0]
+
+
+def test_documents_too_short_for_a_curve_are_trained_on_all_the_same(books, capsys, caplog):
+    train("output=run", "eval.lengths=[100000]")
+    assert "perplexity by context will not be measured: eval.lengths starts at 100000 tokens" in caplog.text
+    assert "bits per byte: " in capsys.readouterr().out
 
 
 def test_evaluate_scores_the_run_as_its_last_step_did(tmp_path):
@@ -115,11 +130,16 @@ def test_evaluate_scores_the_run_as_its_last_step_did(tmp_path):
         (["data.path=nowhere"], "data.path=nowhere does not exist"),
         (["data.path=empty"], "data.path=empty needs .txt, .jsonl or .parquet files"),
         (["train.sequence_length=65536", "train.tokens_per_step=65536"], "tokens together and a row takes 65537"),
-        (["eval.lengths=[100000]"], "the longest validation document has"),
         (["attention=sdpa_cudnn"], "sdpa_cudnn runs on cuda, not on cpu; standard, flash_v2, sdpa_math, sdpa_flash"),
         (["model.vocab_size=100"], "model.vocab_size is 100 and tokenizer bytes has 257 tokens"),
         (["data.tokenizer=none.json"], "data.tokenizer=none.json is no file"),
         (["output=books"], "output=books exists; name another"),
+        (["output=books/0.txt/run"], "books/0.txt/run cannot be written (Not a directory)"),
+        (["run=books"], "books is not the folder of a run"),
+        (["checkpoint=best"], "checkpoint=best is not for this command, which takes output and resume"),
+        (["checkpoint=first"], "checkpoint is first; allowed are last and best"),
+        (["optimizer.learning_rate=nan"], "optimizer.learning_rate"),
+        (["eval.lengths=512"], "eval.lengths takes a list, as in eval.lengths=[512]"),
         (["resume=books"], "books is not the folder of a run: it has no config.yaml"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -145,6 +165,7 @@ def test_resume_refuses_a_missing_or_broken_checkpoint_and_another_corpus(tmp_pa
     train("output=run")
     checkpoint = tmp_path / "run" / runs.CHECKPOINT_FOLDER / "last.ckpt"
     whole = checkpoint.read_bytes()
+    (tmp_path / "run/result.json").unlink()  # as if it were not finished
 
     def resume():
         with pytest.raises(SystemExit) as stop:
@@ -157,9 +178,42 @@ def test_resume_refuses_a_missing_or_broken_checkpoint_and_another_corpus(tmp_pa
     assert "there is no checkpoint run/checkpoints/last.ckpt" in resume()
     checkpoint.write_bytes(whole)
     (books / "0.txt").write_text("something else")
-    assert "run was trained on corpus" in resume()
+    assert "run was made with corpus" in resume()
     (tmp_path / "run/provenance.json").unlink()
     assert "run/provenance.json is missing or damaged" in resume()
+
+
+def test_evaluate_refuses_another_corpus_or_tokenizer_and_writes_nothing(tmp_path, books, monkeypatch):
+    train("output=run")
+    before = sorted((tmp_path / "run").rglob("*"))
+
+    def evaluate(*overrides):
+        with pytest.raises(SystemExit) as stop:
+            run_command("python -m flashtrain.evaluate run=run", *overrides)
+        assert sorted((tmp_path / "run").rglob("*")) == before
+        return stop.value.code
+
+    assert "the longest validation document has" in evaluate("eval.lengths=[100000]")
+    assert "output=x is not for this command, which takes run and checkpoint" in evaluate("output=x")
+    (books / "0.txt").write_text("something else")
+    assert "run was made with corpus" in evaluate()
+    facts = json.loads((tmp_path / "run/provenance.json").read_text())
+    (tmp_path / "run/provenance.json").write_text(json.dumps(facts | {"tokenizer": "another"}))
+    assert "run was made with tokenizer another and now there is" in evaluate()
+
+
+def test_a_runs_folder_that_cannot_be_made_is_a_mistake(tmp_path):
+    (tmp_path / "runs").symlink_to(tmp_path / "unmounted")
+    assert "runs cannot be written (File exists); say output=DIR" in sentence_of()
+
+
+def test_an_interrupt_outside_training_is_said(monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flashtrain.fit._report", interrupt)
+    with pytest.raises(SystemExit, match="^interrupted$"):
+        train("output=run")
 
 
 def test_evaluate_wants_a_run():

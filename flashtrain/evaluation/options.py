@@ -27,7 +27,8 @@ class EvalOptions:
             return self
         longest = min(2 * training_length, max_positions or 2 * training_length)
         halvings = [longest >> times for times in range(MOST_DEFAULT_LENGTHS)]
-        return replace(self, lengths=sorted(length for length in halvings if length > self.targets_per_anchor))
+        lengths = sorted(length for length in halvings if length > self.targets_per_anchor)
+        return replace(self, lengths=lengths or [longest])
 
     def validate(self, max_positions: int | None) -> list[str]:
         """Return every problem, one sentence each; `max_positions` is the model's limit, None without one."""
