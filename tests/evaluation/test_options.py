@@ -48,4 +48,18 @@ def test_all_mistakes_are_named_at_once():
 def test_every_choice_in_conf_is_complete_and_good(path):
     values = yaml.safe_load(path.read_text())
     assert set(values) == {field.name for field in fields(EvalOptions)}
-    assert EvalOptions(**values).validate(max_positions=None) == []
+    assert EvalOptions(**values).resolve(32768, None).validate(max_positions=None) == []
+
+
+@pytest.mark.parametrize(
+    ("training_length", "max_positions", "lengths"),
+    [(256, None, [128, 256, 512]), (1024, 1024, [128, 256, 512, 1024]), (32, None, [64])],
+    ids=["twice-the-training-length", "learned-positions-end", "shorter-than-the-targets"],
+)
+def test_lengths_of_null_are_halvings(training_length, max_positions, lengths):
+    options = replace(GOOD, lengths=None)
+    assert options.resolve(training_length, max_positions).lengths == lengths
+
+
+def test_default_lengths_are_eight_at_most():
+    assert replace(GOOD, lengths=None).resolve(1 << 20, None).lengths == [1 << power for power in range(14, 22)]
