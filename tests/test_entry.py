@@ -83,6 +83,9 @@ def test_an_unknown_key_is_answered_with_the_nearest(mistake, settings, group):
         (["train.steps=0"], "train.steps is 0; it must be at least 1"),
         (["data=text"], "data.path has no value; say data.path=..."),
         (["data.path=x"], "there is no setting data.path; allowed are data.source,"),
+        (["model.hidden_size=0"], "model.hidden_size=0 must be above zero"),
+        (["generate.temperature=nan"], "generate.temperature is nan; it must be 0 or more and finite"),
+        (["optimizer.learning_rate=inf"], "optimizer.learning_rate=inf must be above 0 and finite"),
         (["seed=-1"], "seed is -1; it must be at least 0 and below 4294967296"),
         (
             ["train.tokens_per_step=1000"],

@@ -23,7 +23,10 @@ class OptimizerOptions:
 
     def resolve(self, hidden_size: int) -> "OptimizerOptions":
         """Return the options with the learning rate written out."""
-        return self if self.learning_rate is not None else replace(self, learning_rate=0.5 / hidden_size)
+        if self.learning_rate is not None:
+            return self
+        # A size below 1 is for the model's options to refuse.
+        return replace(self, learning_rate=0.5 / max(hidden_size, 1))
 
     def validate(self) -> list[str]:
         """Return every problem as one sentence."""

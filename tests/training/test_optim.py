@@ -44,3 +44,9 @@ def test_bad_option_is_named_with_what_is_allowed(name, value, allowed, bad):
     value = value if bad == "out-of-range" else bad
     (problem,) = dataclasses.replace(ADAMW, **{name: value}).validate()
     assert problem.startswith(f"optimizer.{name}={value} must be {allowed}")
+
+
+def test_a_learning_rate_of_null_comes_from_the_width():
+    null = dataclasses.replace(ADAMW, learning_rate=None)
+    assert null.resolve(768).learning_rate == pytest.approx(6.5e-4, rel=0.01)
+    assert ADAMW.resolve(768) is ADAMW
