@@ -147,8 +147,12 @@ def settle(composed: DictConfig, overrides: list[str]) -> Config:
     for every contradiction.
     """
     _refuse_unknown_keys(composed)
-    if composed.resume is not None and composed.run is not None:
-        raise UserError("resume and run are both set; resume continues training, run evaluates: name one")
+    named = [key for key in ("output", "resume", "run") if composed[key] is not None]
+    if len(named) > 1:
+        raise UserError(
+            f"{' and '.join(named)} are set together; output makes a run, resume continues one, run evaluates one: "
+            "name one"
+        )
     folder = composed.resume or composed.run
     config = OmegaConf.to_object(_of_saved_run(Path(folder), composed, overrides) if folder else composed)
     config.optimizer = config.optimizer.resolve(config.model.hidden_size)
@@ -165,7 +169,7 @@ def refuse_all_but(used: tuple[str, ...], config: Config) -> None:
     """Raise UserError for a key of `INVOCATION` that is set and that this command has no use for."""
     for name in INVOCATION:
         value = getattr(config, name)
-        if name not in used and value not in (None, runs.LAST):
+        if name not in used and value not in (None, runs.DEFAULT_CHECKPOINT):
             raise UserError(f"{name}={value} is not for this command, which takes {' and '.join(used)}; leave it out")
 
 

@@ -147,7 +147,7 @@ def _folder(config: Config, made: Assembly, corpus: Corpus) -> Path:
 def _checkpoint_to_resume(config: Config) -> Path | None:
     if config.resume is None:
         return None
-    return runs.checkpoint(Path(config.resume), runs.LAST)
+    return runs.checkpoint(Path(config.resume), runs.DEFAULT_CHECKPOINT)
 
 
 def _flops(model: GPT, sequence_length: int) -> dict[str, float]:

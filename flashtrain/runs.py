@@ -18,11 +18,13 @@ from pathlib import Path
 import torch
 
 from flashtrain.errors import UserError
+from flashtrain.training.checkpoint import BEST, LAST
 
 CONFIG_FILE = "config.yaml"
 PROVENANCE_FILE = "provenance.json"
 CHECKPOINT_FOLDER = "checkpoints"
-LAST, BEST = CHECKPOINTS = ("last", "best")
+CHECKPOINTS = {"last": LAST, "best": BEST}
+DEFAULT_CHECKPOINT = "last"
 LOG_FOLDER = "logs"
 EVALUATION_FOLDER = "evaluation"
 SAMPLE_FILE = "sample.txt"
@@ -58,7 +60,7 @@ def stamped_folder(parent: Path, label: str) -> Path:
 
 def checkpoint(folder: Path, name: str) -> Path:
     """The path of a run's checkpoint, one of `CHECKPOINTS`."""
-    return folder / CHECKPOINT_FOLDER / f"{name}.ckpt"
+    return folder / CHECKPOINT_FOLDER / CHECKPOINTS[name]
 
 
 def write_whole(path: Path, text: str) -> None:

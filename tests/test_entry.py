@@ -97,7 +97,8 @@ def test_an_unknown_key_is_answered_with_the_nearest(mistake, settings, group):
             "train.sequence_length is 2048 and the model's learned positions end at 1024; lower it, or say "
             "model.positions=rope",
         ),
-        (["resume=a", "run=b"], "resume and run are both set;"),
+        (["resume=a", "run=b"], "resume and run are set together;"),
+        (["output=a", "resume=b"], "output and resume are set together;"),
         (["run=nowhere"], "nowhere is not the folder of a run: it has no config.yaml"),
         (["train.steps=[1"], "train.steps=[1 cannot be read ("),
     ],

@@ -194,7 +194,7 @@ def test_evaluate_refuses_another_corpus_or_tokenizer_and_writes_nothing(tmp_pat
         return stop.value.code
 
     assert "the longest validation document has" in evaluate("eval.lengths=[100000]")
-    assert "output=x is not for this command, which takes run and checkpoint" in evaluate("output=x")
+    assert "output and run are set together; output makes a run" in evaluate("output=x")
     (books / "0.txt").write_text("something else")
     assert "run was made with corpus" in evaluate()
     facts = json.loads((tmp_path / "run/provenance.json").read_text())

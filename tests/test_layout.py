@@ -24,7 +24,7 @@ ALLOWED = {
     "evaluation": set(),
     "model": {DOOR},
     "training": {"model", "performance"},
-    "runs": set(),
+    "runs": {"training"},
     "device": set(),
     "config": {"runs", "device", "model", "training", "evaluation"},
     "assembly": {"config", "runs", "device", DOOR, *NOUNS},
