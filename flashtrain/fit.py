@@ -162,7 +162,7 @@ def _flops(model: GPT, sequence_length: int) -> dict[str, float]:
         options.num_heads,
         options.head_dim,
     )
-    visible = CAUSAL.visible(sequence_length, sequence_length) / sequence_length
+    visible = CAUSAL.visible(1, sequence_length, sequence_length) / sequence_length
     return {"mfu": count(sequence_length), "mfu_visible": count(visible)}
 
 

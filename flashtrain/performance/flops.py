@@ -26,7 +26,7 @@ def flops_per_token(
 
     Args:
         num_weights: N, all weights but tables that are only looked up (positions, an untied embedding).
-        keys_per_query: K, the sequence length S in the usual count, `Intervals.visible(S, S) / S` in the
+        keys_per_query: K, the sequence length S in the usual count, `Intervals.visible(1, S, S) / S` in the
             visible one.
     """
     return 6 * num_weights + 12 * num_layers * num_heads * head_dim * keys_per_query

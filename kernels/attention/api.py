@@ -20,27 +20,32 @@ def attention(
     *,
     variant: str = "auto",
     scale: float | None = None,
+    softcap: float = 0.0,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale q k^T + mask) v, computed in the dtype of q whether or not autocast is on.
 
     q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv), of one dtype, with `Hq % Hkv == 0`; query head h
     reads KV head `h // (Hq // Hkv)`. Any strides; a last dimension that is not dense is copied. `scale` is
-    D**-0.5 unless given. Returns out (B, Sq, Hq, Dv) and, with `return_lse`, the natural log-sum-exp of each
-    query's scaled scores, (B, Hq, Sq) in float32 (float64 for float64), differentiable too. A query that sees
-    no key gives out 0, lse -inf and zero gradients.
+    D**-0.5 unless given; scaled scores s become softcap tanh(s / softcap) unless softcap is 0. Returns out
+    (B, Sq, Hq, Dv) and, with `return_lse`, the natural log-sum-exp of each query's scores, (B, Hq, Sq) in
+    float32 (float64 for float64), differentiable too. A query that sees no key gives out 0, lse -inf and zero
+    gradients.
 
-    Raises ValueError (shapes, devices, scale), TypeError (dtypes), or Unsupported (a ValueError) where `variant`
-    does not exist or cannot serve the call: only "auto" chooses, and it logs its choice.
+    Raises ValueError (shapes, devices, scale, softcap), TypeError (dtypes), or Unsupported (a ValueError) where
+    `variant` does not exist or cannot serve the call: only "auto" chooses, and it logs its choice.
     """
     _check(q, k, v)
-    name = resolve(variant, AttentionSpec.of(q, k, v, intervals, needs_lse=return_lse))
+    _check_bounds(q, k, intervals)
+    name = resolve(variant, AttentionSpec.of(q, k, v, intervals, softcap=softcap, needs_lse=return_lse))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if scale <= 0:
         raise ValueError(f"attention: scale must be above 0, not {scale}")
+    if softcap < 0:
+        raise ValueError(f"attention: softcap must be above 0, or 0 for none, not {softcap}")
     with torch.autocast(q.device.type, enabled=False):
-        out, lse = VARIANTS[name].attend(q, k, v, intervals, scale)
+        out, lse = VARIANTS[name].attend(q, k, v, intervals, scale, softcap)
     if not return_lse:
         return out
     assert lse is not None, f"{name} said that it returns the lse"
@@ -76,3 +81,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"attention: {q.shape[2]} query heads are not a multiple of {k.shape[2]} key and value heads"
         )
+
+
+def _check_bounds(q: Tensor, k: Tensor, intervals: Intervals) -> None:
+    if intervals.bounds is None:
+        return
+    for side, bounds, tensor in (("queries", intervals.bounds.keys, q), ("keys", intervals.bounds.queries, k)):
+        rows, length = tensor.shape[:2]
+        if bounds.shape not in ((2, 1, length), (2, rows, length)):
+            raise ValueError(
+                f"attention: the mask was made for {bounds.shape[1]} rows of {bounds.shape[2]} {side}, and there "
+                f"are {rows} of {length}"
+            )
+        if bounds.device != tensor.device:
+            raise ValueError(f"attention: the mask must be on {tensor.device} as q is, not on {bounds.device}")

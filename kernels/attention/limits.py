@@ -27,16 +27,19 @@ def flash_v2(spec: AttentionSpec) -> str | None:
         or _no_interpreted_bf16(spec)
         or _head_dims(spec, multiple=8, least=16, most=256)
         or _one_head_dim(spec)
+        or _no_bounds(spec)
+        or _no_softcap(spec)
     )
 
 
 def sdpa_math(spec: AttentionSpec) -> str | None:
-    return _no_lse(spec) or _dtype(spec, _DOUBLE) or _dense_mask(spec)
+    return _no_lse(spec) or _no_softcap(spec) or _dtype(spec, _DOUBLE) or _dense_mask(spec)
 
 
 def sdpa_efficient(spec: AttentionSpec) -> str | None:
     return (
         _no_lse(spec)
+        or _no_softcap(spec)
         or _device(spec, "cuda")
         or _sm(spec, 80)
         or _dtype(spec, _SINGLE)
@@ -49,6 +52,7 @@ def sdpa_efficient(spec: AttentionSpec) -> str | None:
 def sdpa_flash(spec: AttentionSpec) -> str | None:
     everywhere = (
         _no_lse(spec)
+        or _no_softcap(spec)
         or _device(spec, "cuda", "cpu")
         or _one_head_dim(spec)
         or _lengths(spec, least=1)
@@ -67,6 +71,7 @@ def sdpa_flash(spec: AttentionSpec) -> str | None:
 def sdpa_cudnn(spec: AttentionSpec) -> str | None:
     return (
         _no_lse(spec)
+        or _no_softcap(spec)
         or _device(spec, "cuda")
         or _sm(spec, 80)
         or _dtype(spec, _HALF)
@@ -142,9 +147,21 @@ def _no_lse(spec: AttentionSpec) -> str | None:
     return "returns no log-sum-exp" if spec.needs_lse else None
 
 
+def _no_softcap(spec: AttentionSpec) -> str | None:
+    return None if spec.softcap == 0 else f"caps no scores, and softcap is {spec.softcap}"
+
+
+def _no_bounds(spec: AttentionSpec) -> str | None:
+    if spec.intervals.bounds is None:
+        return None
+    return "takes no documents, chunks or prefix"
+
+
 def _full_or_causal(spec: AttentionSpec) -> str | None:
     if spec.intervals.is_full or spec.intervals.is_causal:
         return None
+    if spec.intervals.bounds is not None:
+        return "takes the full and the causal mask, not documents, chunks or a prefix"
     # torch 2.11 cannot trace a string made from an object, only from its numbers.
     return f"takes the full and the causal mask, not window({spec.intervals.left}, {spec.intervals.right})"
 

@@ -12,7 +12,9 @@ from .intervals import Intervals
 from .tiles import architecture, tiles
 
 
-def flash_v2(q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float) -> tuple[Tensor, Tensor]:
+def flash_v2(
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Returns out (B, Sq, Hq, D) and the natural-log LSE (B, Hq, Sq) in fp32, both differentiable once."""
     return _forward(q, k, v, intervals.left, intervals.right, scale)
 

@@ -17,7 +17,9 @@ from .intervals import Intervals
 aten = torch.ops.aten
 
 
-def sdpa_math(q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float) -> tuple[Tensor, None]:
+def sdpa_math(
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, softcap: float = 0.0
+) -> tuple[Tensor, None]:
     """PyTorch's composite of matmul, softmax and matmul (float32 inside for 16-bit inputs)."""
     bias, is_causal = _mask(q, k, intervals)
     out, _ = aten._scaled_dot_product_attention_math(
@@ -27,7 +29,7 @@ def sdpa_math(q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: floa
 
 
 def sdpa_efficient(
-    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, softcap: float = 0.0
 ) -> tuple[Tensor, None]:
     """The memory-efficient CUTLASS kernel. It knows no grouped heads, so those of k and v are repeated."""
     group = q.shape[2] // k.shape[2]
@@ -41,7 +43,9 @@ def sdpa_efficient(
     return _zero_empty_rows(out.transpose(1, 2), k, intervals), None
 
 
-def sdpa_flash(q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float) -> tuple[Tensor, None]:
+def sdpa_flash(
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, softcap: float = 0.0
+) -> tuple[Tensor, None]:
     """FlashAttention-2 on CUDA; PyTorch's own blockwise kernel on CPU."""
     operator = (
         aten._scaled_dot_product_flash_attention_for_cpu
@@ -52,7 +56,9 @@ def sdpa_flash(q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: flo
     return out.transpose(1, 2), None
 
 
-def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float) -> tuple[Tensor, None]:
+def sdpa_cudnn(
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, softcap: float = 0.0
+) -> tuple[Tensor, None]:
     """cuDNN's fused attention."""
     out, *_ = aten._scaled_dot_product_cudnn_attention(
         *_heads_first(q, k, v), None, True, 0.0, intervals.is_causal, scale=scale
@@ -66,24 +72,24 @@ def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _mask(q: Tensor, k: Tensor, intervals: Intervals) -> tuple[Tensor | None, bool]:
-    """(bias, is_causal) for the operators that take a mask; bias (Sq, Sk) is 0 or -inf in the dtype of q.
+    """(bias, is_causal) for the operators that take a mask; bias (R, 1, Sq, Sk) is 0 or -inf in q's dtype.
 
     A query that sees no key is let see all of them, which is finite; `_zero_empty_rows` puts that right.
     """
     Sq, Sk = q.shape[1], k.shape[1]
     if not intervals.needs_dense(Sq, Sk):
         return None, intervals.is_causal
-    visible = intervals.dense(Sq, Sk, q.device)
-    hidden = ~visible & visible.any(dim=1, keepdim=True)
-    bias = torch.zeros(Sq, Sk, dtype=q.dtype, device=q.device).masked_fill(hidden, -math.inf)
+    visible = intervals.dense(Sq, Sk, q.device)[:, None]
+    hidden = ~visible & visible.any(dim=-1, keepdim=True)
+    bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill(hidden, -math.inf)
     # The efficient kernel loads rows of the bias in steps of 16 elements.
-    return pad(bias, (0, -Sk % 16))[:, :Sk], False
+    return pad(bias, (0, -Sk % 16))[..., :Sk], False
 
 
 def _zero_empty_rows(out_BSHD: Tensor, k: Tensor, intervals: Intervals) -> Tensor:
     """Queries that see no key get 0, and so pass no gradient back."""
     Sq, Sk = out_BSHD.shape[1], k.shape[1]
-    if not intervals.has_empty_rows(Sq, Sk):
+    if not intervals.may_have_empty_rows(Sq, Sk):
         return out_BSHD
-    empty = ~intervals.dense(Sq, Sk, out_BSHD.device).any(dim=1)
-    return out_BSHD.masked_fill(empty[:, None, None], 0.0)
+    lo, hi = intervals.bounds_of(Sq, Sk, out_BSHD.device).keys
+    return out_BSHD.masked_fill((lo == hi)[..., None, None], 0.0)

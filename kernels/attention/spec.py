@@ -34,6 +34,7 @@ class AttentionSpec:
     q_len: int
     kv_len: int
     intervals: Intervals
+    softcap: float
     needs_lse: bool
     needs_grad: bool
 
@@ -50,6 +51,7 @@ class AttentionSpec:
         kv_len: int,
         intervals: Intervals,
         v_head_dim: int | None = None,
+        softcap: float = 0.0,
         needs_lse: bool = False,
         needs_grad: bool = True,
     ) -> AttentionSpec:
@@ -69,13 +71,21 @@ class AttentionSpec:
             q_len=q_len,
             kv_len=kv_len,
             intervals=intervals,
+            softcap=softcap,
             needs_lse=needs_lse,
             needs_grad=needs_grad,
         )
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, *, needs_lse: bool = False
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        intervals: Intervals,
+        *,
+        softcap: float = 0.0,
+        needs_lse: bool = False,
     ) -> AttentionSpec:
         """The spec of a call with q (B, Sq, Hq, D), k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv)."""
         return cls.on(
@@ -88,6 +98,7 @@ class AttentionSpec:
             q_len=q.shape[1],
             kv_len=k.shape[1],
             intervals=intervals,
+            softcap=softcap,
             needs_lse=needs_lse,
             needs_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         )

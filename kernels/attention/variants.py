@@ -19,7 +19,7 @@ from .standard import standard
 
 log = logging.getLogger(__name__)
 
-Attend = Callable[[Tensor, Tensor, Tensor, Intervals, float], tuple[Tensor, Tensor | None]]
+Attend = Callable[[Tensor, Tensor, Tensor, Intervals, float, float], tuple[Tensor, Tensor | None]]
 
 
 class Unsupported(ValueError):
@@ -28,7 +28,7 @@ class Unsupported(ValueError):
 
 @dataclass(frozen=True)
 class Variant:
-    """`unsupported(spec)` is why not, or None; `attend(q, k, v, intervals, scale)` is (out, lse or None)."""
+    """`unsupported(spec)` is why not, or None; `attend(q, k, v, intervals, scale, softcap)` is (out, lse or None)."""
 
     unsupported: Callable[[AttentionSpec], str | None]
     attend: Attend

@@ -73,7 +73,7 @@ def visited(bounds, mask, rows, first, tile, block):
 @pytest.mark.parametrize(("Sq", "Sk"), LENGTHS)
 def test_bounds_are_those_of_the_mask_in_both_directions(Sq, Sk):
     for left, right in itertools.product(SIDES, SIDES):
-        dense = Intervals.window(left, right).dense(Sq, Sk)
+        dense = Intervals.window(left, right).dense(Sq, Sk)[0]
         mask = mask_of(left, right, Sq, Sk)
         for bounds, rows_see in ((geometry.key_bounds, dense), (geometry.query_bounds, dense.T)):
             previous = (0, 0)
@@ -88,7 +88,7 @@ def test_bounds_are_those_of_the_mask_in_both_directions(Sq, Sk):
 @pytest.mark.parametrize(("Sq", "Sk"), LENGTHS)
 def test_tiles_visit_what_is_visible_and_mask_only_the_boundary(Sq, Sk, direction):
     for left, right in itertools.product(SIDES, SIDES):
-        dense = Intervals.window(left, right).dense(Sq, Sk)
+        dense = Intervals.window(left, right).dense(Sq, Sk)[0]
         bounds = geometry.key_bounds
         if direction == "queries of a key tile":
             dense, bounds = dense.T, geometry.query_bounds
@@ -115,7 +115,7 @@ def test_visible_is_the_mask_and_false_beyond_the_ends(Sq, Sk):
         arguments = geometry.mask_arguments(left, right, Sq, Sk)
         seen = geometry.visible.fn(i, j, Sq, Sk, *arguments.values())
         expected = torch.zeros(Sq + 3, Sk + 3, dtype=torch.bool)
-        expected[:Sq, :Sk] = Intervals.window(left, right).dense(Sq, Sk)
+        expected[:Sq, :Sk] = Intervals.window(left, right).dense(Sq, Sk)[0]
         assert torch.equal(seen, expected), (left, right)
 
 

@@ -67,7 +67,7 @@ CASE = ("intervals", "Sq", "Sk", "Hq", "Hkv", "D", "dtype")
 def hold_to_the_rule(variant, intervals, Sq, Sk, Hq, Hkv, D, dtype, device):
     inputs = make_qkv(2 if max(Sq, Sk) < 100 else 1, Sq, Sk, Hq, Hkv, D, dtype=dtype, device=device)
     assert_as_accurate_as_standard(
-        lambda q, k, v: VARIANTS[variant].attend(q, k, v, intervals, D**-0.5),
+        lambda q, k, v: VARIANTS[variant].attend(q, k, v, intervals, D**-0.5, 0.0),
         inputs,
         intervals,
         lse_gradient=variant in ("standard", "flash_v2"),

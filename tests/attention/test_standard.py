@@ -17,28 +17,43 @@ masks = pytest.mark.parametrize("intervals", MASKS, ids=str)
 lengths = pytest.mark.parametrize(("Sq", "Sk"), LENGTHS, ids=[f"Sq{q}-Sk{k}" for q, k in LENGTHS])
 
 
-@masks
-@lengths
-def test_out_and_lse_are_the_definition(intervals, Sq, Sk):
+def assert_is_the_definition(intervals, Sq, Sk, softcap=0.0):
     q, k, v = make_qkv(2, Sq, Sk, 4, 2, 3, 5, dtype=torch.float64)
-    out, lse = standard(q, k, v, intervals, SCALE)
+    out, lse = standard(q, k, v, intervals, SCALE, softcap)
+    bounds_BS2 = intervals.bounds_of(Sq, Sk).keys.expand(-1, 2, -1).permute(1, 2, 0)
     for b in range(2):
         for h in range(4):
-            for i in range(Sq):
-                lo, hi = intervals.bounds(i, Sq, Sk)
+            for i, (lo, hi) in enumerate(bounds_BS2[b].tolist()):
                 keys, values = k[b, lo:hi, h // 2], v[b, lo:hi, h // 2]
-                weights = torch.exp(SCALE * keys @ q[b, i, h])
+                scores = SCALE * keys @ q[b, i, h]
+                weights = torch.exp(softcap * torch.tanh(scores / softcap) if softcap else scores)
                 torch.testing.assert_close(lse[b, h, i], weights.sum().log())
                 torch.testing.assert_close(out[b, i, h] * weights.sum(), weights @ values)
 
 
 @masks
 @lengths
-def test_gradients_are_the_numerical_ones(intervals, Sq, Sk):
+def test_out_and_lse_are_the_definition(intervals, Sq, Sk):
+    assert_is_the_definition(intervals, Sq, Sk)
+
+
+def test_each_row_of_the_batch_has_documents_of_its_own():
+    q_documents, k_documents = torch.tensor([[0, 0, 1, 2], [0, 1, 1, 1]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    assert_is_the_definition(Intervals.causal().in_documents(q_documents, k_documents), 4, 3)
+
+
+def test_scores_are_capped():
+    assert_is_the_definition(Intervals.causal(), 3, 6, softcap=0.7)
+
+
+@masks
+@lengths
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+def test_gradients_are_the_numerical_ones(intervals, Sq, Sk, softcap):
     inputs = [x.requires_grad_() for x in make_qkv(1, Sq, Sk, 2, 1, 3, 2, dtype=torch.float64)]
 
     def finite(q, k, v):
-        out, lse = standard(q, k, v, intervals, SCALE)
+        out, lse = standard(q, k, v, intervals, SCALE, softcap)
         return out, torch.where(lse.isfinite(), lse, 0.0)
 
     assert torch.autograd.gradcheck(finite, inputs)

@@ -38,6 +38,7 @@ H200 = AttentionSpec(
     q_len=8192,
     kv_len=8192,
     intervals=Intervals.causal(),
+    softcap=0.0,
     needs_lse=False,
     needs_grad=True,
 )
@@ -46,6 +47,7 @@ RTX_4090, RTX_5090 = replace(H200, sm=89), replace(H200, sm=120)
 OLD_CUDNN = replace(H200, cudnn_version=91002)
 TURING = 75
 WINDOW = Intervals.window(1023, 0)
+DOCUMENTS = Intervals.causal().in_documents(torch.zeros(1, 8192, dtype=torch.int32))
 
 # Every limit of every variant: the call it refuses, as a change to a call it serves, and the reason.
 REFUSALS = [
@@ -59,11 +61,15 @@ REFUSALS = [
     ("flash_v2", H200, {"head_dim": 264, "v_head_dim": 264}, "head dimensions from 16 to 256"),
     ("flash_v2", H200, {"head_dim": 100, "v_head_dim": 100}, "in multiples of 8, not 100"),
     ("flash_v2", H200, {"v_head_dim": 64}, "takes one head dimension for q, k and v, not 128 and 64"),
+    ("flash_v2", H200, {"softcap": 30.0}, "caps no scores"),
+    ("flash_v2", H200, {"intervals": DOCUMENTS}, "takes no documents, chunks or prefix"),
     ("flash_v2", replace(CPU, interpreted=True), {"dtype": torch.bfloat16}, "not in bfloat16"),
     ("sdpa_math", CPU, {"needs_lse": True}, "returns no log-sum-exp"),
+    ("sdpa_math", CPU, {"softcap": 30.0}, "caps no scores, and softcap is 30.0"),
     ("sdpa_math", CPU, {"dtype": torch.float8_e4m3fn}, "not in float8_e4m3fn"),
     ("sdpa_math", CPU, {"intervals": WINDOW, "kv_len": 8193}, "for up to 8192 keys, not for 8193"),
     ("sdpa_efficient", H200, {"needs_lse": True}, "returns no log-sum-exp"),
+    ("sdpa_efficient", H200, {"softcap": 30.0}, "caps no scores, and softcap is 30.0"),
     ("sdpa_efficient", CPU, {}, "runs on cuda, not on cpu"),
     ("sdpa_efficient", H200, {"sm": TURING}, "needs a GPU of sm_80"),
     ("sdpa_efficient", H200, {"dtype": torch.float64}, "not in float64"),
@@ -72,6 +78,8 @@ REFUSALS = [
     ("sdpa_efficient", H200, {"kv_len": 0}, "takes lengths from 1, not 8192 queries and 0 keys"),
     ("sdpa_efficient", H200, {"q_len": 16384, "kv_len": 16385}, "for up to 8192 keys, not for 16385"),
     ("sdpa_flash", H200, {"needs_lse": True}, "returns no log-sum-exp"),
+    ("sdpa_flash", H200, {"softcap": 30.0}, "caps no scores, and softcap is 30.0"),
+    ("sdpa_flash", H200, {"intervals": DOCUMENTS}, "the causal mask, not documents, chunks or a prefix"),
     ("sdpa_flash", H200, {"device_type": "mps"}, "runs on cuda and cpu, not on mps"),
     ("sdpa_flash", H200, {"sm": TURING}, "needs a GPU of sm_80"),
     ("sdpa_flash", H200, {"dtype": torch.float32}, "computes in float16, bfloat16, not in float32"),
@@ -86,6 +94,8 @@ REFUSALS = [
     ("sdpa_flash", CPU, {"v_head_dim": 64}, "takes one head dimension"),
     ("sdpa_flash", CPU, {"q_len": 1}, "takes the causal mask where"),
     ("sdpa_cudnn", H200, {"needs_lse": True}, "returns no log-sum-exp"),
+    ("sdpa_cudnn", H200, {"softcap": 30.0}, "caps no scores, and softcap is 30.0"),
+    ("sdpa_cudnn", H200, {"intervals": DOCUMENTS}, "the causal mask, not documents, chunks or a prefix"),
     ("sdpa_cudnn", CPU, {}, "runs on cuda, not on cpu"),
     ("sdpa_cudnn", H200, {"sm": TURING}, "needs a GPU of sm_80"),
     ("sdpa_cudnn", H200, {"dtype": torch.float32}, "computes in float16, bfloat16, not in float32"),

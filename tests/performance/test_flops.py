@@ -8,7 +8,7 @@ GPT2 = {"num_weights": 123_653_376, "num_layers": 12, "num_heads": 12, "head_dim
 
 def test_usual_and_visible_counts_of_gpt2():
     usual = flops_per_token(**GPT2, keys_per_query=2048)
-    visible = flops_per_token(**GPT2, keys_per_query=Intervals.causal().visible(2048, 2048) / 2048)
+    visible = flops_per_token(**GPT2, keys_per_query=Intervals.causal().visible(1, 2048, 2048) / 2048)
     assert usual == 6 * 123_653_376 + 12 * 12 * 768 * 2048
     assert visible == 6 * 123_653_376 + 12 * 12 * 768 * 1024.5
 
