@@ -2,13 +2,16 @@
 
 The dataclasses are what Hydra checks each key and value against; YAML files in conf/ hold values only. `settle`
 turns what Hydra composed into a `Config`, with a run's own settings where `run` or `resume` names its folder.
-Only the verbs read a `Config`: below them code takes plain arguments.
+Only the verbs read a `Config`: below them code takes plain arguments. A command that makes and reads no run has
+a `Root` of its own instead.
 """
 
 import difflib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -132,13 +135,6 @@ class Config:
 DATA_SCHEMAS = {"stdlib": DataConfig, "text": TextDataConfig}
 
 
-def register() -> None:
-    """Give Hydra the schema: the root, first in conf/config.yaml, and the data sources' own fields."""
-    store = ConfigStore.instance()
-    store.store(name="schema", node=Config)
-    store.store(group="schema/data", name="text", node=TextDataConfig, package="data")
-
-
 def settle(composed: DictConfig, overrides: list[str]) -> Config:
     """The settings of one run from what Hydra composed and the command line that it composed them from.
 
@@ -157,12 +153,44 @@ def settle(composed: DictConfig, overrides: list[str]) -> Config:
     config = OmegaConf.to_object(_of_saved_run(Path(folder), composed, overrides) if folder else composed)
     config.optimizer = config.optimizer.resolve(config.model.hidden_size)
     config.eval = config.eval.resolve(config.train.sequence_length, config.model.position_limit)
-    problems = contradictions(config)
+    _refuse(contradictions(config))
+    return config
+
+
+def settle_alone(composed: DictConfig, overrides: list[str]) -> Any:
+    """The settings of a command that reads no run: an instance of a dataclass with a `validate`, as `settle` says."""
+    _refuse_unknown_keys(composed)
+    config = OmegaConf.to_object(composed)
+    _refuse(config.validate())
+    return config
+
+
+@dataclass(frozen=True)
+class Root:
+    """All the settings that a command takes."""
+
+    name: str
+    """conf/NAME.yaml holds their values; `schema` is the first of its defaults."""
+    schema: type
+    """Their dataclass."""
+    settle: Callable[[DictConfig, list[str]], Any] = settle_alone
+    """(what Hydra composed, the command line it was composed from) -> an instance of `schema`, or UserError."""
+
+    def register(self) -> None:
+        """Give Hydra the schemas: the root's, and the data sources' own fields."""
+        store = ConfigStore.instance()
+        store.store(name="schema", node=self.schema)
+        store.store(group="schema/data", name="text", node=TextDataConfig, package="data")
+
+
+RUN = Root("config", Config, settle)
+
+
+def _refuse(problems: list[str]) -> None:
     if len(problems) > 1:
         raise UserError("\n  - ".join(["these settings do not go together:", *problems]))
     if problems:
         raise UserError(problems[0])
-    return config
 
 
 def refuse_all_but(used: tuple[str, ...], config: Config) -> None:

@@ -1,8 +1,8 @@
 """How a command starts: Hydra composes conf/ with the command line; a user's mistake ends in one sentence.
 
-Every command is `main(verb)`. Hydra's and OmegaConf's errors are reworded here, with the nearest valid name;
-what the settings mean and which contradict one another is for config.py to say. Any other exception is a bug
-and keeps its trace.
+Every command is `main(verb)`, with a root of its own where its settings are not those of a run. Hydra's and
+OmegaConf's errors are reworded here, with the nearest valid name; what the settings mean and which contradict one
+another is for config.py to say. Any other exception is a bug and keeps its trace.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -29,36 +30,36 @@ from flashtrain.kernels.attention import Unsupported
 CONF = Path(__file__).parent / "conf"
 
 
-def main(verb: Callable[[schema.Config], None]) -> None:
-    """Compose the settings from `sys.argv`, check them, call `verb` with them; exit 1 on a user's mistake."""
+def main(verb: Callable[[Any], None], root: schema.Root = schema.RUN) -> None:
+    """Compose the settings of `root` from `sys.argv`, check them, call `verb` with them; exit 1 on a user's mistake."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands exceptions on instead of printing them itself
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("flashtrain").setLevel(logging.INFO)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold what this terminal cannot show
-    schema.register()
+    root.register()
 
     def task(composed: DictConfig) -> None:
-        with mistakes_end_in_one_sentence():
-            verb(schema.settle(composed, list(HydraConfig.get().overrides.task)))
+        with mistakes_end_in_one_sentence(root):
+            verb(root.settle(composed, list(HydraConfig.get().overrides.task)))
 
-    with mistakes_end_in_one_sentence():
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
+    with mistakes_end_in_one_sentence(root):
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name=root.name)(task)()
 
 
 @contextlib.contextmanager
-def mistakes_end_in_one_sentence() -> Iterator[None]:
+def mistakes_end_in_one_sentence(root: schema.Root) -> Iterator[None]:
     try:
         yield
     except (UserError, Unsupported) as mistake:
         sys.exit(f"error: {mistake}")
     except (HydraException, OmegaConfBaseException) as mistake:
-        sys.exit(f"error: {explain(mistake)}")
+        sys.exit(f"error: {explain(mistake, root)}")
     except KeyboardInterrupt:
         sys.exit("interrupted")
 
 
-def explain(error: Exception) -> str:
+def explain(error: Exception, root: schema.Root) -> str:
     """One sentence for an error of Hydra or OmegaConf: what came, what is allowed, what to do."""
     if isinstance(error, MissingConfigException):
         return _unknown_choice(error)
@@ -75,12 +76,12 @@ def explain(error: Exception) -> str:
     if dataclasses.is_dataclass(group) and f"Key '{key.rpartition('.')[2]}' not in" in str(cause):
         return place + schema.unknown_key(key, group)
     if key and "is not a ListConfig" in str(cause):
-        return f"{place}{key} takes a list, as in {key}=[512]"
+        return f"{place}{key} takes a list, as in {key}=[...]"
     if key and isinstance(cause, OmegaConfBaseException):
         return f"{place}{key}: {str(cause).splitlines()[0]}"
     override = re.search(r"Could not override '([^']+)'", str(error))
     if override:
-        return schema.unknown_key(override.group(1), schema.Config)
+        return schema.unknown_key(override.group(1), root.schema)
     return " ".join(str(error).split())
 
 

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from dataclasses import dataclass
 
 import pytest
 from omegaconf import OmegaConf
@@ -177,3 +178,60 @@ def test_a_bug_keeps_its_trace(monkeypatch, tmp_path):
 
     with pytest.raises(ZeroDivisionError, match="a bug"):
         main(verb)
+
+
+@dataclass
+class TeaConfig:
+    leaves: list[str]
+    minutes: int
+
+    def validate(self) -> list[str]:
+        return [] if self.minutes > 0 else [f"minutes is {self.minutes}; it must be at least 1"]
+
+
+@pytest.fixture
+def tea(monkeypatch, tmp_path):
+    """tea("key=value", ...) -> what the verb of a command with a root of its own gets, a sweep's jobs too."""
+    conf = tmp_path / "conf"
+    shutil.copytree(CONF, conf)
+    (conf / "tea.yaml").write_text("defaults: [schema, quiet, _self_]\nleaves: [green]\nminutes: 3\n")
+    monkeypatch.setattr("flashtrain.entry.CONF", conf)
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+    def compose(*overrides: str) -> list[TeaConfig]:
+        monkeypatch.setattr(sys, "argv", ["tea", *overrides])
+        received = []
+        main(received.append, schema.Root("tea", TeaConfig))
+        return received
+
+    return compose
+
+
+def test_a_command_may_have_settings_of_its_own(tea, tmp_path, capsys):
+    assert tea("leaves=[black,oolong]") == [TeaConfig(["black", "oolong"], 3)]
+    assert not list((tmp_path / "empty").iterdir())
+    assert [config.minutes for config in tea("--multirun", "minutes=1,2")] == [1, 2]
+    with pytest.raises(SystemExit) as stop:
+        tea("--help")
+    assert not stop.value.code
+    assert "minutes: 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("minute=4", "there is no setting minute; did you mean minutes?"),
+        ("+minute=4", "there is no setting minute; did you mean minutes?"),
+        ("model=nano", "there is no setting model; allowed are leaves, minutes"),
+        ("train.steps=2", "there is no setting train; allowed are leaves, minutes"),
+        ("minutes=0", "minutes is 0; it must be at least 1"),
+        ("minutes=many", "minutes: Value 'many' of type 'str' could not be converted to Integer"),
+        ("leaves=green", "leaves takes a list, as in leaves=[...]"),
+    ],
+)
+def test_a_command_refuses_the_settings_of_another(tea, override, sentence):
+    with pytest.raises(SystemExit) as stop:
+        tea(override)
+    assert stop.value.code == f"error: {sentence}"

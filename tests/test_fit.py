@@ -139,7 +139,7 @@ def test_evaluate_scores_the_run_as_its_last_step_did(tmp_path):
         (["checkpoint=best"], "checkpoint=best is not for this command, which takes output and resume"),
         (["checkpoint=first"], "checkpoint is first; allowed are last and best"),
         (["optimizer.learning_rate=nan"], "optimizer.learning_rate"),
-        (["eval.lengths=512"], "eval.lengths takes a list, as in eval.lengths=[512]"),
+        (["eval.lengths=512"], "eval.lengths takes a list, as in eval.lengths=[...]"),
         (["resume=books"], "books is not the folder of a run: it has no config.yaml"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
