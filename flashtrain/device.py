@@ -23,13 +23,18 @@ class Device:
 
 def resolve(device: str, precision: str, compile: bool | None) -> Device:
     """What `auto` and null stand for here. Raises UserError for an unknown word or a missing GPU."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"trainer.device is {device}; allowed are auto, cpu and cuda")
+    kind = resolve_type("trainer.device", device)
     if precision not in ("auto", *DTYPES):
         raise UserError(f"trainer.precision is {precision}; allowed are auto, fp32 and bf16")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("trainer.device is cuda and PyTorch sees no CUDA GPU here; say trainer.device=cpu")
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     on_gpu = kind == "cuda"
     dtype = DTYPES[("bf16" if on_gpu else "fp32") if precision == "auto" else precision]
     return Device(kind, dtype, on_gpu if compile is None else compile)
+
+
+def resolve_type(key: str, device: str) -> str:
+    """The device type, cpu or cuda, that the setting `key` asks for. Raises UserError as `resolve` does."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"{key} is {device}; allowed are auto, cpu and cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"{key} is cuda and PyTorch sees no CUDA GPU here; say {key}=cpu")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
