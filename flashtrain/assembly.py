@@ -21,14 +21,12 @@ from flashtrain.data.tokenizer import Tokenizer, load_tokenizer
 from flashtrain.device import Device
 from flashtrain.errors import UserError
 from flashtrain.evaluation.scoring import NllFunction
-from flashtrain.kernels.attention import AttentionSpec, Intervals, attention, require, resolve
+from flashtrain.kernels.attention import AttentionSpec, Intervals, attention, require, resolve, supporting
+from flashtrain.model.attention import causal_window
 from flashtrain.model.gpt import GPT
 from flashtrain.model.head import token_nll
 from flashtrain.model.options import ModelOptions
 from flashtrain.training.checkpoint import load_weights
-
-CAUSAL = Intervals.causal()
-
 
 @dataclass(frozen=True)
 class Assembly:
@@ -47,7 +45,14 @@ def assemble(config: Config, *, trains: bool) -> Assembly:
     tokenizer = load_tokenizer(config.data.tokenizer)
     options = resolve_model(config.model, tokenizer)
     lengths = [*config.eval.lengths, config.train.sequence_length]
-    variant = choose_attention(config.attention.variant, options, device, lengths, trains=trains)
+    variant = choose_attention(
+        config.attention.variant,
+        options,
+        device,
+        lengths,
+        packed_length=config.train.sequence_length if trains and config.data.isolate_documents else None,
+        trains=trains,
+    )
     torch.manual_seed(config.seed)
     return Assembly(device, tokenizer, variant, build_model(options, variant, device))
 
@@ -87,11 +92,18 @@ def resolve_model(options: ModelOptions, tokenizer: Tokenizer) -> ModelOptions:
 
 
 def choose_attention(
-    variant: str, model: ModelOptions, device: Device, lengths: Sequence[int], *, trains: bool
+    variant: str,
+    model: ModelOptions,
+    device: Device,
+    lengths: Sequence[int],
+    *,
+    packed_length: int | None,
+    trains: bool,
 ) -> str:
-    """The variant for causal rows of each of `lengths`; `auto` is settled by the longest.
+    """The variant for rows of each of `lengths` in every layer, and for rows of documents of `packed_length`.
 
-    Raises Unsupported, naming the variants that would do, where it cannot serve one of them.
+    `auto` is settled by what the fewest variants can serve, of equals by the longest. Raises Unsupported, naming
+    the variants that would do, where one of them cannot be served.
     """
     specs = [
         AttentionSpec.on(
@@ -102,20 +114,40 @@ def choose_attention(
             num_kv_heads=model.num_kv_heads,
             q_len=length,
             kv_len=length,
-            intervals=CAUSAL,
+            intervals=intervals,
+            softcap=_softcap(model),
             needs_grad=trains,
         )
-        for length in sorted(lengths, reverse=True)
+        for length, intervals in _masks(model, sorted(lengths, reverse=True), packed_length)
     ]
+    specs.sort(key=lambda spec: len(supporting(spec)))
     name = resolve(variant, specs[0])
     for spec in specs:
         require(name, spec)
     return name
 
 
+def _masks(
+    model: ModelOptions, lengths: Sequence[int], packed_length: int | None
+) -> list[tuple[int, Intervals]]:
+    """The lengths and masks that the layers of the model are called with, each once."""
+    masks = [causal_window(window) for window in dict.fromkeys(model.windows)]
+    called = [(length, mask) for length in lengths for mask in masks]
+    if packed_length is not None:
+        documents = torch.zeros(1, packed_length, dtype=torch.int32, device="meta")  # any: only shapes are asked for
+        called += [(packed_length, mask.in_documents(documents)) for mask in masks]
+    return called
+
+
+def _softcap(model: ModelOptions) -> float:
+    """The softcap as kernels take it: 0 for none."""
+    return model.attention_softcap or 0.0
+
+
 def build_model(options: ModelOptions, variant: str, device: Device) -> GPT:
-    """The model on its device, weights drawn from the global generator, attention bound to `variant`."""
-    model = GPT(options, functools.partial(attention, intervals=CAUSAL, variant=variant)).to(device.type)
+    """The model on its device, weights drawn from the global generator, attention bound to variant and softcap."""
+    bound = functools.partial(attention, variant=variant, softcap=_softcap(options))
+    model = GPT(options, bound).to(device.type)
     if device.compile:
         torch.compiler.reset()  # a sweep's earlier jobs would count towards the limit of recompilations
         model.compile(dynamic=False)

@@ -49,6 +49,8 @@ class DataConfig:
     """bytes, or the path of a tokenizer.json."""
     validation_fraction: float
     """The share of documents held out; a document is wholly in one part."""
+    isolate_documents: bool
+    """Whether the documents of a training row are apart: none sees, counts on from or predicts another."""
     cache_dir: str
     """Where tokenized corpora are kept, by tokenizer and content."""
 

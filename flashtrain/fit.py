@@ -13,15 +13,16 @@ from lightning.pytorch import Trainer
 from rich.console import Console
 
 from flashtrain import evaluate, generate, runs
-from flashtrain.assembly import CAUSAL, Assembly, assemble, open_data
+from flashtrain.assembly import Assembly, assemble, open_data
 from flashtrain.config import Config, TrainConfig, refuse_all_but, to_yaml
 from flashtrain.data.corpus import Corpus
 from flashtrain.data.datamodule import StepDataModule
 from flashtrain.entry import main
 from flashtrain.evaluation.report import write_reports
+from flashtrain.model.attention import causal_window
 from flashtrain.model.gpt import GPT
 from flashtrain.model.head import summed_cross_entropy, token_nll
-from flashtrain.performance.flops import flops_per_token, peak_flops
+from flashtrain.performance.flops import flops_per_token, peak_flops, visible_keys
 from flashtrain.training.loggers import build_loggers
 from flashtrain.training.meter import SpeedMeter
 from flashtrain.training.module import TrainingModule
@@ -58,7 +59,7 @@ def run(config: Config) -> None:
         log.warning("perplexity by context will not be measured: %s", reason)
     folder = _folder(config, made, corpus)
     meter = SpeedMeter(config.train.tokens_per_step)
-    trainer = _trainer(config, made, folder, meter, console)
+    trainer = _trainer(config, made, corpus, folder, meter, console)
     log.info(_summary(config, made, corpus, shape))
     trainer.fit(module, data, ckpt_path=_checkpoint_to_resume(config))
     if trainer.global_step < config.train.steps:
@@ -88,6 +89,7 @@ def _data_module(config: Config, corpus: Corpus, shape: StepShape) -> StepDataMo
         seed=config.seed,
         validation_rows=max(train.validation_tokens // train.sequence_length, 1),
         validation_batch_rows=shape.micro_batch_rows,
+        isolate_documents=config.data.isolate_documents,
     )
 
 
@@ -105,7 +107,9 @@ def _training_module(config: Config, made: Assembly, shape: StepShape) -> Traini
     )
 
 
-def _trainer(config: Config, made: Assembly, folder: Path, meter: SpeedMeter, console: Console) -> Trainer:
+def _trainer(
+    config: Config, made: Assembly, corpus: Corpus, folder: Path, meter: SpeedMeter, console: Console
+) -> Trainer:
     train, logger = config.train, config.logger
     return build_trainer(
         device_type=made.device.type,
@@ -117,7 +121,7 @@ def _trainer(config: Config, made: Assembly, folder: Path, meter: SpeedMeter, co
         checkpoint_folder=folder / runs.CHECKPOINT_FOLDER,
         loggers=build_loggers(folder / runs.LOG_FOLDER, csv=logger.csv, tensorboard=logger.tensorboard),
         meter=meter,
-        flops_per_token=_flops(made.model, train.sequence_length),
+        flops_per_token=_flops(config, made.model, corpus),
         peak_flops=peak_flops(torch.cuda.get_device_name()) if made.device.type == "cuda" else None,
         console=console,
     )
@@ -150,9 +154,9 @@ def _checkpoint_to_resume(config: Config) -> Path | None:
     return runs.checkpoint(Path(config.resume), runs.DEFAULT_CHECKPOINT)
 
 
-def _flops(model: GPT, sequence_length: int) -> dict[str, float]:
-    """FLOPs of a training token: the usual count, and one of only the keys that the causal mask shows."""
-    options = model.options
+def _flops(config: Config, model: GPT, corpus: Corpus) -> dict[str, float]:
+    """FLOPs of a training token: the usual count, and one of only the keys that the layers' masks show."""
+    options, length = model.options, config.train.sequence_length
     looked_up = model.position_embedding.weight.numel() if options.positions == "learned" else 0
     looked_up += 0 if options.tie_embeddings else model.token_embedding.weight.numel()
     count = functools.partial(
@@ -162,8 +166,9 @@ def _flops(model: GPT, sequence_length: int) -> dict[str, float]:
         options.num_heads,
         options.head_dim,
     )
-    visible = CAUSAL.visible(1, sequence_length, sequence_length) / sequence_length
-    return {"mfu": count(sequence_length), "mfu_visible": count(visible)}
+    pieces = corpus.train.piece_lengths(length) if config.data.isolate_documents else [length]
+    visible = visible_keys([causal_window(window) for window in options.windows], pieces)
+    return {"mfu": count(length), "mfu_visible": count(visible)}
 
 
 def _summary(config: Config, made: Assembly, corpus: Corpus, shape: StepShape) -> str:
@@ -173,7 +178,8 @@ def _summary(config: Config, made: Assembly, corpus: Corpus, shape: StepShape) -
             f"data: {corpus.summary()}",
             f"model: {config.model.name}, {made.model.num_parameters():,} parameters; attention {made.variant}; "
             f"{str(device.dtype).removeprefix('torch.')} on {device.type}{', compiled' * device.compile}",
-            f"step: {train.tokens_per_step:,} tokens = {shape.rows} rows of {train.sequence_length:,}, "
+            f"step: {train.tokens_per_step:,} tokens = {shape.rows} rows of {train.sequence_length:,}"
+            f"{' with documents apart' * config.data.isolate_documents}, "
             f"{shape.rows // shape.micro_batch_rows} micro-batches of {shape.micro_batch_rows}; {train.steps:,} steps",
         ]
     )

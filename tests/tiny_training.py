@@ -34,7 +34,7 @@ class TinyModel(nn.Module):
     def head_weight(self) -> Tensor:
         return self.embedding.weight
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
+    def forward(self, tokens_BS: Tensor, documents_BS: Tensor | None = None) -> Tensor:
         return self.norm(F.gelu(self.mix(self.embedding(tokens_BS))))
 
 

@@ -59,6 +59,19 @@ class TokenStream:
         start = i * sequence_length
         return self.tokens[start : start + sequence_length + 1]
 
+    def row_documents(self, i: int, sequence_length: int) -> np.ndarray:
+        """(sequence_length + 1,) int32: the document that each token of row i is of, counted from 0 in the row."""
+        start = i * sequence_length
+        places = np.arange(start, start + sequence_length + 1)
+        documents = np.searchsorted(self.offsets, places, side="right")
+        return (documents - documents[0]).astype(np.int32)
+
+    def piece_lengths(self, sequence_length: int) -> np.ndarray:
+        """(num_pieces,) int64: how long the documents are in the inputs of all rows, cut by the rows' edges."""
+        end = self.num_rows(sequence_length) * sequence_length
+        edges = np.union1d(self.offsets[self.offsets < end], np.arange(0, end + 1, sequence_length))
+        return np.diff(edges)
+
 
 @dataclass(frozen=True)
 class Corpus:

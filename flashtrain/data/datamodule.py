@@ -15,14 +15,19 @@ from flashtrain.data.corpus import Corpus, TokenStream
 from flashtrain.data.order import rows_for_step
 from flashtrain.errors import UserError
 
+NOT_SCORED = -100  # cross-entropy's ignore index
+
 Batch = dict[str, torch.Tensor]
-"""inputs and labels, each (rows, sequence_length) int64; a label is the token after its input."""
+"""inputs and labels, each (rows, sequence_length) int64; a label is the token after its input. With documents apart
+also documents, the same shape in int32: which document of its row an input is of, never decreasing along the row; the
+label after a document's last input, the prefix token of the next, is `NOT_SCORED`."""
 
 
 class StepDataModule(L.LightningDataModule):
     """Training steps in the order of `rows_for_step`, and validation rows spread evenly over their stream.
 
     `rows_per_step` and `validation_rows` are of all ranks together; there are at most `validation_rows`.
+    `isolate_documents` makes batches that say which document a token is of, in training and validation alike.
     Raises UserError where a split has less than one row.
     """
 
@@ -39,6 +44,7 @@ class StepDataModule(L.LightningDataModule):
         seed: int,
         validation_rows: int,
         validation_batch_rows: int,
+        isolate_documents: bool,
     ) -> None:
         super().__init__()
         _require_a_row("train", corpus.train, corpus.source, sequence_length)
@@ -52,6 +58,7 @@ class StepDataModule(L.LightningDataModule):
         num_validation_rows = min(validation_rows, available)
         self.validation_rows = np.arange(num_validation_rows) * available // num_validation_rows
         self.validation_batch_rows = validation_batch_rows
+        self.isolate_documents = isolate_documents
 
     def train_dataloader(self) -> DataLoader:
         return self._loader(self.corpus.train, _TrainingSteps(self))
@@ -63,7 +70,7 @@ class StepDataModule(L.LightningDataModule):
         return self._loader(self.corpus.validation, batches)
 
     def _loader(self, stream: TokenStream, batches: Iterable[np.ndarray]) -> DataLoader:
-        rows = _Rows(stream, self.sequence_length)
+        rows = _Rows(stream, self.sequence_length, self.isolate_documents)
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
         return DataLoader(rows, sampler=batches, batch_size=None, pin_memory=on_gpu)
 
@@ -71,16 +78,19 @@ class StepDataModule(L.LightningDataModule):
 class _Rows(Dataset):
     """Indexed by all rows of a batch at once."""
 
-    def __init__(self, stream: TokenStream, sequence_length: int) -> None:
+    def __init__(self, stream: TokenStream, sequence_length: int, isolate_documents: bool) -> None:
         self._stream = stream
         self._sequence_length = sequence_length
+        self._isolate_documents = isolate_documents
 
     def __getitem__(self, rows: np.ndarray) -> Batch:
         tokens = np.stack([self._stream.row(row, self._sequence_length) for row in rows]).astype(np.int64)
-        return {
-            "inputs": torch.from_numpy(tokens[:, :-1].copy()),
-            "labels": torch.from_numpy(tokens[:, 1:].copy()),
-        }
+        batch = {"inputs": tokens[:, :-1].copy(), "labels": tokens[:, 1:].copy()}
+        if self._isolate_documents:
+            documents = np.stack([self._stream.row_documents(row, self._sequence_length) for row in rows])
+            batch["labels"][documents[:, 1:] != documents[:, :-1]] = NOT_SCORED
+            batch["documents"] = documents[:, :-1].copy()
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
 class _TrainingSteps(Sampler):

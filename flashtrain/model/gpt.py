@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from flashtrain.errors import UserError
-from flashtrain.model.attention import Attention, AttentionLayer
+from flashtrain.kernels.attention import Intervals
+from flashtrain.model.attention import Attention, AttentionLayer, causal_window
 from flashtrain.model.layers import activation_dtype, mlp, norm
 from flashtrain.model.options import ModelOptions
 from flashtrain.model.rope import rope_table
@@ -29,8 +30,8 @@ class Block(nn.Module):
         self.mlp_norm = norm(options, options.hidden_size)
         self.mlp = mlp(options)
 
-    def forward(self, x_BSC: Tensor, rope: Tensor | None) -> Tensor:
-        x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), rope)
+    def forward(self, x_BSC: Tensor, rope: Tensor | None, intervals: Intervals) -> Tensor:
+        x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), rope, intervals)
         return x_BSC + self.mlp(self.mlp_norm(x_BSC))
 
 
@@ -39,7 +40,8 @@ class GPT(nn.Module):
 
     Args:
         options: the architecture; vocab_size must be set.
-        attention: `attention(q, k, v) -> out`, causal; shapes at `flashtrain.model.attention.Attention`.
+        attention: `attention(q, k, v, intervals) -> out`, with `options.attention_softcap` bound to it; shapes at
+            `flashtrain.model.attention.Attention`.
 
     Raises:
         UserError: the options contradict one another.
@@ -84,25 +86,43 @@ class GPT(nn.Module):
         tables = 1 if options.tie_embeddings else 2
         return sum(parameter.numel() for parameter in self.parameters()) - tables * padding
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
+    def forward(self, tokens_BS: Tensor, documents_BS: Tensor | None = None) -> Tensor:
         """Return the hidden states (B, S, C) of int64 token ids (B, S), in autocast's dtype where it is on.
+
+        documents: (B, S) int32, the document that each token is of, never decreasing along a row. Each is then
+        computed as if it were alone: no token sees another document, and positions count from its first token.
 
         Raises:
             UserError: the sequence is longer than the learned position table.
         """
-        options = self.options
-        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        options, length = self.options, tokens_BS.shape[1]
+        positions = _positions(tokens_BS, documents_BS)
         x_BSC, rope = self.token_embedding(tokens_BS), None
         if options.positions == "learned":
-            if len(positions_S) > options.max_positions:
+            if length > options.max_positions:
                 raise UserError(
-                    f"a sequence of {len(positions_S)} tokens exceeds the {options.max_positions} learned "
+                    f"a sequence of {length} tokens exceeds the {options.max_positions} learned "
                     "positions of this model; shorten it, or train a model with model.positions=rope"
                 )
-            x_BSC = x_BSC + self.position_embedding(positions_S)
+            x_BSC = x_BSC + self.position_embedding(positions)
         else:
-            rope = rope_table(positions_S, options.head_dim, options.rope_theta)
+            rope = rope_table(positions, options.head_dim, options.rope_theta)
         x_BSC = x_BSC.to(activation_dtype(x_BSC))
-        for block in self.blocks:
-            x_BSC = block(x_BSC, rope)
+        intervals = {window: _intervals(window, documents_BS) for window in dict.fromkeys(options.windows)}
+        for block, window in zip(self.blocks, options.windows, strict=True):
+            x_BSC = block(x_BSC, rope, intervals[window])
         return self.final_norm(x_BSC)
+
+
+def _positions(tokens_BS: Tensor, documents_BS: Tensor | None) -> Tensor:
+    """Return the place of each token in its row, (S), or in its document's part of the row, (B, S)."""
+    positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+    if documents_BS is None:
+        return positions_S
+    documents_BS = documents_BS.contiguous()
+    return positions_S - torch.searchsorted(documents_BS, documents_BS)
+
+
+def _intervals(window: int | None, documents_BS: Tensor | None) -> Intervals:
+    mask = causal_window(window)
+    return mask if documents_BS is None else mask.in_documents(documents_BS)

@@ -5,6 +5,7 @@ Says nothing about sequence length, attention variant or dtype: those belong to 
 
 import math
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rope")
@@ -31,6 +32,8 @@ class ModelOptions:
     mlp_hidden_size: int | None  # None: 4 x hidden_size (gelu), 8/3 x hidden_size rounded up to 64 (swiglu)
     bias: bool  # of linear layers and LayerNorm; RMSNorm and the head have none
     qk_norm: bool  # normalises each query and key head before positions are applied
+    windows: list[int | None] | None  # keys that a query sees, its own included, layer after layer, repeated; None: all
+    attention_softcap: float | None  # c in c tanh(score / c), as Gemma 2's attn_logit_softcapping; None: no cap
     tie_embeddings: bool
     vocab_size: int | None  # None: the tokenizer's
 
@@ -54,9 +57,15 @@ class ModelOptions:
         sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "max_positions")
         problems += [
             f"model.{key}={value} must be above zero"
-            for key in (*sizes, "norm_eps", "rope_theta", "mlp_hidden_size", "vocab_size")
+            for key in (*sizes, "norm_eps", "rope_theta", "mlp_hidden_size", "attention_softcap", "vocab_size")
             if (value := getattr(self, key)) is not None and not value > 0
         ]
+        if self.windows == []:
+            problems.append("model.windows is empty; give at least one, as in model.windows=[1024,null]")
+        if any(window is not None and window < 1 for window in self.windows or []):
+            problems.append(
+                f"model.windows={self.windows} must hold numbers of keys from 1, the query's own, or null for all"
+            )
         if problems:
             return problems
         if self.head_dim is None and self.hidden_size % self.num_heads:
@@ -78,7 +87,10 @@ class ModelOptions:
         return problems
 
     def resolve(self) -> "ModelOptions":
-        """Return the options with each None written out, and None for the key of the positions not chosen."""
+        """Return the options with each None written out, and None for the key of the positions not chosen.
+
+        `windows` gets an entry for each layer, None where the layer sees all keys.
+        """
         mlp_hidden_size = {
             "gelu": 4 * self.hidden_size,
             "swiglu": _round_up(8 * self.hidden_size / 3, 64),
@@ -90,6 +102,7 @@ class ModelOptions:
             max_positions=self.position_limit,
             rope_theta=self.rope_theta if self.positions == "rope" else None,
             mlp_hidden_size=self.mlp_hidden_size or mlp_hidden_size,
+            windows=list(islice(cycle(self.windows or [None]), self.num_layers)),
         )
 
 

@@ -17,23 +17,26 @@ def inverse_frequencies(head_dim: int, theta: float, device: torch.device | None
 
 
 @torch.library.custom_op("flashtrain::rope_table", mutates_args=())
-def rope_table(positions_S: Tensor, head_dim: int, theta: float) -> Tensor:
-    """Return cosines and sines, (2, S, head_dim / 2) float32, of the angles at integer positions.
+def rope_table(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+    """Return cosines and sines, (2, ..., head_dim / 2) float32, of the angles at integer positions (...).
 
     Angles are float64: in float32 they are off by up to 0.06 rad at position one million.
     """
-    angles = positions_S[:, None] * inverse_frequencies(head_dim, theta, positions_S.device)
+    angles = positions[..., None] * inverse_frequencies(head_dim, theta, positions.device)
     return torch.stack((angles.cos(), angles.sin())).float()
 
 
 @rope_table.register_fake
-def _(positions_S: Tensor, head_dim: int, theta: float) -> Tensor:
-    return positions_S.new_empty((2, positions_S.shape[0], head_dim // 2), dtype=torch.float32)
+def _(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+    return positions.new_empty((2, *positions.shape, head_dim // 2), dtype=torch.float32)
 
 
 def rotate(x_BSHD: Tensor, table: Tensor) -> Tensor:
-    """Rotate the pairs (x[d], x[d + D/2]) by the angles in `table`, in float32; return the dtype of `x`."""
-    cos, sin = table[:, :, None]
+    """Rotate the pairs (x[d], x[d + D/2]) by the angles in `table`, in float32; return the dtype of `x`.
+
+    The table is of positions (S), the same in all rows, or (B, S).
+    """
+    cos, sin = table[..., None, :]
     # Cast before the products, or autograd would round the gradient of each of them to the dtype of x.
     first, second = x_BSHD.to(torch.promote_types(x_BSHD.dtype, table.dtype)).chunk(2, dim=-1)
     halves = (first * cos - second * sin, second * cos + first * sin)

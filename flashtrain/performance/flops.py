@@ -5,6 +5,12 @@ query see the whole row, the visible one counts only what the mask shows. Both a
 another number of keys. A device whose peak is not listed has no MFU, never a guess.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
+
+from flashtrain.kernels.attention import Intervals
+
 PEAK_BF16_FLOPS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
@@ -26,10 +32,25 @@ def flops_per_token(
 
     Args:
         num_weights: N, all weights but tables that are only looked up (positions, an untied embedding).
-        keys_per_query: K, the sequence length S in the usual count, `Intervals.visible(1, S, S) / S` in the
-            visible one.
+        keys_per_query: K, the sequence length in the usual count, `visible_keys` in the visible one.
     """
     return 6 * num_weights + 12 * num_layers * num_heads * head_dim * keys_per_query
+
+
+def visible_keys(layers: Sequence[Intervals], lengths: Sequence[int] | np.ndarray) -> float:
+    """Return how many keys a query sees: the mean over layers and over all queries of sequences of these lengths.
+
+    Args:
+        layers: the mask of each layer, of no fixed length.
+        lengths: tokens of each sequence that is attended to by itself: rows, or documents within rows.
+    """
+    distinct, counts = np.unique(lengths, return_counts=True)
+    pairs = sum(
+        count * layers.count(mask) * mask.visible(1, length, length)
+        for mask in dict.fromkeys(layers)
+        for length, count in zip(distinct.tolist(), counts.tolist(), strict=True)
+    )
+    return pairs / (len(layers) * (distinct * counts).sum().item())
 
 
 def peak_flops(device_name: str) -> float | None:

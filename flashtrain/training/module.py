@@ -27,10 +27,11 @@ NllFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class TrainingModule(LightningModule):
-    """Trains `model`: tokens (B, S) int64 -> hidden states (B, S, C), with a `head_weight` (V, C).
+    """Trains `model`: tokens (B, S) int64 and documents -> hidden states (B, S, C), with a `head_weight` (V, C).
 
     A batch is {"inputs": (R, S) int64, "labels": (R, S) int64}, the R rows of a whole step; a label of -100 is
-    not scored. Rows go through the model `micro_batch_rows` at a time, to the same result as all at once.
+    not scored. It may have "documents", (R, S) int32, for the model; without, that gets None. Rows go through the
+    model `micro_batch_rows` at a time, to the same result as all at once.
 
     Args:
         sum_nll: (hidden (N, C), weight (V, C), targets (N)) -> sum of -log p of the scored targets, fp32.
@@ -82,10 +83,10 @@ class TrainingModule(LightningModule):
         """Take one optimizer step; return loss and gradient norm, on the device, and the learning rate."""
         optimizer = self.optimizers()
         num_targets = (batch["labels"] != IGNORED).sum()
-        micro_batches = (batch[name].split(self._micro_batch_rows) for name in ("inputs", "labels"))
         losses = []
-        for inputs, labels in zip(*micro_batches, strict=True):
-            loss = self._sum_nll(*self._head_arguments(inputs, labels)) / num_targets
+        for rows in zip(*(tensor.split(self._micro_batch_rows) for tensor in batch.values()), strict=True):
+            micro_batch = dict(zip(batch, rows, strict=True))
+            loss = self._sum_nll(*self._head_arguments(micro_batch)) / num_targets
             with torch.autocast(self.device.type, enabled=False):  # backward takes the forward's dtypes
                 self.manual_backward(loss)
             losses.append(loss.detach())
@@ -128,7 +129,7 @@ class TrainingModule(LightningModule):
         self._validation_sums = torch.zeros(4, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        hidden, weight, targets = self._head_arguments(batch["inputs"], batch["labels"])
+        hidden, weight, targets = self._head_arguments(batch)
         nll = self._token_nll(hidden, weight, targets).double()
         scored = targets != IGNORED
         num_bytes = torch.where(scored, self.bytes_per_token[targets.clamp(min=0)], 0)
@@ -163,5 +164,6 @@ class TrainingModule(LightningModule):
         checkpoint["loops"]["fit_loop"] = fit_loop_state(self.trainer, step, self._num_steps)
         self.trainer.datamodule.start_step = step
 
-    def _head_arguments(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.model(inputs).flatten(0, 1), self.model.head_weight, labels.flatten()
+    def _head_arguments(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self.model(batch["inputs"], batch.get("documents"))
+        return hidden.flatten(0, 1), self.model.head_weight, batch["labels"].flatten()

@@ -33,6 +33,7 @@ def data_module(**changes):
         seed=1,
         validation_rows=5,
         validation_batch_rows=2,
+        isolate_documents=False,
     )
     return StepDataModule(**settings | changes)
 

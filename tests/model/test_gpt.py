@@ -9,11 +9,11 @@ from presets import preset
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flashtrain.errors import UserError
-from flashtrain.kernels.attention import Intervals, attention
+from flashtrain.kernels.attention import attention
 from flashtrain.model.gpt import GPT
 from flashtrain.model.head import summed_cross_entropy
 
-CAUSAL = partial(attention, intervals=Intervals.causal(), variant="standard")
+STANDARD = partial(attention, variant="standard")
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 100}
 FAMILIES = {
     "gpt2": preset("gpt2", max_positions=64, **SMALL),
@@ -24,7 +24,7 @@ FAMILIES = {
 each_family = pytest.mark.parametrize("options", FAMILIES.values(), ids=FAMILIES)
 
 
-def make_model(options, attention=CAUSAL, dtype=torch.float32):
+def make_model(options, attention=STANDARD, dtype=torch.float32):
     torch.manual_seed(0)
     return GPT(options, attention).to(dtype)
 
@@ -44,7 +44,7 @@ def make_tokens(rows=2, length=48):
 )
 def test_parameter_counts_are_the_published_ones(name, parameters):
     with torch.device("meta"):
-        model = GPT(preset(name), CAUSAL)
+        model = GPT(preset(name), STANDARD)
     assert model.num_parameters() == parameters
 
 
@@ -73,9 +73,9 @@ def test_grouped_heads_equal_repeated_heads():
 def test_autocast_runs_residual_stream_and_attention_in_bfloat16(options):
     seen = []
 
-    def recording(q, k, v):
+    def recording(q, k, v, intervals):
         seen.append((q, k, v))
-        return CAUSAL(q, k, v)
+        return STANDARD(q, k, v, intervals)
 
     model, tokens = make_model(options, recording), make_tokens()
     full = model(tokens)
@@ -95,20 +95,20 @@ def test_autocast_runs_residual_stream_and_attention_in_bfloat16(options):
 def test_queries_keys_and_values_are_views_of_one_projection():
     storages = []
 
-    def recording(q, k, v):
+    def recording(q, k, v, intervals):
         storages.append({x.untyped_storage().data_ptr() for x in (q, k, v)})
-        return CAUSAL(q, k, v)
+        return STANDARD(q, k, v, intervals)
 
     make_model(FAMILIES["gpt2"], recording)(make_tokens())
     assert [len(each) for each in storages] == [1, 1]
 
 
 def test_qk_norm_gives_heads_unit_mean_square():
-    def recording(q, k, v):
+    def recording(q, k, v, intervals):
         for heads in (q, k):
             mean_square = heads.square().mean(-1)
             torch.testing.assert_close(mean_square, torch.ones_like(mean_square), rtol=1e-3, atol=0)
-        return CAUSAL(q, k, v)
+        return STANDARD(q, k, v, intervals)
 
     options = preset("nano", **SMALL)
     model = make_model(options, recording)
@@ -160,7 +160,7 @@ def test_compiles_into_one_graph_once_and_trains_like_eager(name):
 
 def test_inductor_compiles_the_default_model():
     options = preset("nano", **SMALL | {"num_layers": 1})
-    model, tokens = make_model(options, partial(attention, intervals=Intervals.causal())), make_tokens()
+    model, tokens = make_model(options, attention), make_tokens()
     expected = model(tokens)
     model.compile(fullgraph=True)
     torch.testing.assert_close(model(tokens), expected)
@@ -169,7 +169,7 @@ def test_inductor_compiles_the_default_model():
 
 def test_contradictory_options_are_refused_together():
     with pytest.raises(UserError, match="model.norm=rms .*; model.mlp=relu "):
-        GPT(preset("nano", norm="rms", mlp="relu", vocab_size=100), CAUSAL)
+        GPT(preset("nano", norm="rms", mlp="relu", vocab_size=100), STANDARD)
 
 
 def test_sequence_beyond_learned_positions_is_refused():

@@ -58,7 +58,7 @@ def test_bfloat16_model_rotates_position_16384_as_precisely_as_bfloat16_allows()
     options = preset("nano", num_layers=1, hidden_size=64, num_heads=1, vocab_size=64)
     seen = {}
 
-    def attention(q, k, v):
+    def attention(q, k, v, intervals):
         seen.update(q=q, k=k)
         return v
 

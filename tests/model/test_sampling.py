@@ -5,7 +5,7 @@ import torch
 from presets import preset
 from torch._dynamo.testing import CompileCounter
 
-from flashtrain.kernels.attention import Intervals, attention
+from flashtrain.kernels.attention import attention
 from flashtrain.model.gpt import GPT
 from flashtrain.model.head import next_logits
 from flashtrain.model.sampling import generate
@@ -17,7 +17,7 @@ PROMPT = torch.tensor([3, 1, 4, 1, 5])
 def model():
     torch.manual_seed(0)
     options = preset("nano", num_layers=1, hidden_size=64, num_heads=2, vocab_size=100)
-    model = GPT(options, partial(attention, intervals=Intervals.causal(), variant="sdpa_math"))
+    model = GPT(options, partial(attention, variant="sdpa_math"))
     # Freshly drawn, the tied head mostly repeats its input.
     torch.nn.init.normal_(model.blocks[0].mlp.down.weight, std=1.0)
     return model

@@ -9,7 +9,7 @@ from tiny_training import ADAMW, COSINE, StopAt, assert_same_weights, make_train
 
 from flashtrain.data.corpus import Corpus, TokenStream
 from flashtrain.data.datamodule import StepDataModule
-from flashtrain.kernels.attention import Intervals, attention
+from flashtrain.kernels.attention import attention
 from flashtrain.model.gpt import GPT
 from flashtrain.model.head import summed_cross_entropy, token_nll
 from flashtrain.model.options import ModelOptions
@@ -32,6 +32,8 @@ OPTIONS = ModelOptions(
     mlp_hidden_size=None,
     bias=False,
     qk_norm=True,
+    windows=None,
+    attention_softcap=None,
     tie_embeddings=True,
     vocab_size=VOCAB,
 )
@@ -45,7 +47,7 @@ def stream(num_tokens, seed):
 
 def run(folder, stop_at=None, resume=False):
     torch.manual_seed(3)
-    model = GPT(OPTIONS, partial(attention, intervals=Intervals.causal(), variant="standard"))
+    model = GPT(OPTIONS, partial(attention, variant="standard"))
     head = {"vocab_size": VOCAB, "chunk_size": 50}
     module = TrainingModule(
         model,
@@ -66,6 +68,7 @@ def run(folder, stop_at=None, resume=False):
         seed=5,
         validation_rows=16,
         validation_batch_rows=4,
+        isolate_documents=False,
     )
     trainer = make_trainer(folder, NUM_STEPS, checkpoint_every=1000, callbacks=[StopAt(stop_at)])
     ckpt = folder / "checkpoints" / "last.ckpt" if resume else None
