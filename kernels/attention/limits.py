@@ -10,6 +10,9 @@ from .spec import AttentionSpec
 
 MAX_DENSE_MASK_KEYS = 8192
 
+# GPUs with about 100 KiB of shared memory for a block of threads, where others have 160 or more.
+_LITTLE_SHARED_MEMORY = (86, 87, 89, 120, 121)
+
 _HALF = (torch.float16, torch.bfloat16)
 _SINGLE = (*_HALF, torch.float32)
 _DOUBLE = (*_SINGLE, torch.float64)
@@ -80,6 +83,17 @@ def sdpa_cudnn(spec: AttentionSpec) -> str | None:
         or _lengths(spec, least=2)
         or _no_dense_mask(spec)
         or _cudnn(spec)
+    )
+
+
+def flex(spec: AttentionSpec) -> str | None:
+    return (
+        _device(spec, "cuda")
+        or _sm(spec, 80)
+        or _dtype(spec, _HALF)
+        or _head_dims(spec, multiple=8, least=16, most=256)
+        or _flex_tiles(spec)
+        or _lengths(spec, least=1)
     )
 
 
@@ -181,9 +195,16 @@ def _dense_mask(spec: AttentionSpec) -> str | None:
 
 
 def _flash_backward(spec: AttentionSpec) -> str | None:
-    little_shared_memory = spec.sm in (86, 87, 89, 120, 121)
-    if little_shared_memory and spec.needs_grad and 192 < spec.head_dim <= 224:
+    if spec.sm in _LITTLE_SHARED_MEMORY and spec.needs_grad and 192 < spec.head_dim <= 224:
         return f"has no backward for head dimension {spec.head_dim} on sm_{spec.sm}"
+    return None
+
+
+def _flex_tiles(spec: AttentionSpec) -> str | None:
+    # PyTorch picks tiles that do not fit there (pytorch/pytorch#198224).
+    widest = max(spec.head_dim, spec.v_head_dim)
+    if spec.sm in _LITTLE_SHARED_MEMORY and widest > 128:
+        return f"takes head dimensions up to 128 on sm_{spec.sm}, not {widest}"
     return None
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import limits, ops, sdpa
+from .flex import flex
 from .intervals import Intervals
 from .spec import AttentionSpec
 from .standard import standard
@@ -28,19 +29,22 @@ class Unsupported(ValueError):
 
 @dataclass(frozen=True)
 class Variant:
-    """`unsupported(spec)` is why not, or None; `attend(q, k, v, intervals, scale, softcap)` is (out, lse or None)."""
+    """What it is, in words, for the table of what each supports; `unsupported(spec)` is why not, or None;
+    `attend(q, k, v, intervals, scale, softcap)` is (out, lse or None)."""
 
+    description: str
     unsupported: Callable[[AttentionSpec], str | None]
     attend: Attend
 
 
 VARIANTS = {
-    "standard": Variant(limits.standard, standard),
-    "flash_v2": Variant(limits.flash_v2, ops.flash_v2),
-    "sdpa_math": Variant(limits.sdpa_math, sdpa.sdpa_math),
-    "sdpa_efficient": Variant(limits.sdpa_efficient, sdpa.sdpa_efficient),
-    "sdpa_flash": Variant(limits.sdpa_flash, sdpa.sdpa_flash),
-    "sdpa_cudnn": Variant(limits.sdpa_cudnn, sdpa.sdpa_cudnn),
+    "standard": Variant("the textbook: S and P written out; the oracle of all tests", limits.standard, standard),
+    "flash_v2": Variant("our Triton kernels: forward, backward, no atomics", limits.flash_v2, ops.flash_v2),
+    "sdpa_math": Variant("PyTorch's plain kernel", limits.sdpa_math, sdpa.sdpa_math),
+    "sdpa_efficient": Variant("PyTorch's memory-efficient kernel", limits.sdpa_efficient, sdpa.sdpa_efficient),
+    "sdpa_flash": Variant("PyTorch's FlashAttention-2", limits.sdpa_flash, sdpa.sdpa_flash),
+    "sdpa_cudnn": Variant("PyTorch's cuDNN kernel", limits.sdpa_cudnn, sdpa.sdpa_cudnn),
+    "flex": Variant("PyTorch's FlexAttention, compiled for each new shape", limits.flex, flex),
 }
 
 NAMES = ("auto", *VARIANTS)
@@ -86,6 +90,7 @@ def choose(spec: AttentionSpec) -> tuple[str, str]:
     raise Unsupported(f"attention: no variant can serve this call{passed_over}")
 
 
+# flex is never tried: what it serves flash_v2 serves too, without compiling for seconds at each new shape.
 def _fastest_first(spec: AttentionSpec) -> tuple[str, ...]:
     if spec.device_type != "cuda":
         return ("sdpa_flash", "sdpa_math", "standard")

@@ -106,6 +106,14 @@ REFUSALS = [
     ("sdpa_cudnn", H200, {"intervals": WINDOW}, "takes the full and the causal mask"),
     ("sdpa_cudnn", H200, {"cudnn_version": None}, "needs cuDNN, which this PyTorch comes without"),
     ("sdpa_cudnn", OLD_CUDNN, {"q_len": 100, "kv_len": 100}, "no multiples of 128, and this is 91002"),
+    ("flex", CPU, {}, "runs on cuda, not on cpu"),
+    ("flex", H200, {"sm": TURING}, "needs a GPU of sm_80"),
+    ("flex", H200, {"dtype": torch.float32}, "computes in float16, bfloat16, not in float32"),
+    ("flex", H200, {"head_dim": 8}, "from 16 to 256 in multiples of 8, not 8"),
+    ("flex", H200, {"v_head_dim": 264}, "from 16 to 256 in multiples of 8, not 264"),
+    ("flex", RTX_4090, {"v_head_dim": 136}, "takes head dimensions up to 128 on sm_89, not 136"),
+    ("flex", RTX_5090, {"head_dim": 256}, "up to 128 on sm_120, not 256"),
+    ("flex", H200, {"q_len": 0}, "takes lengths from 1, not 0 queries"),
 ]
 
 
