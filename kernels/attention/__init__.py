@@ -2,16 +2,21 @@
 
 from .api import attention
 from .intervals import Intervals
+from .parity import Deviation, Reference, deviations, make_qkv
 from .spec import AttentionSpec
 from .variants import NAMES, Unsupported, choose, refusal, require, resolve, supporting
 
 __all__ = [
     "NAMES",
     "AttentionSpec",
+    "Deviation",
     "Intervals",
+    "Reference",
     "Unsupported",
     "attention",
     "choose",
+    "deviations",
+    "make_qkv",
     "refusal",
     "require",
     "resolve",
