@@ -28,6 +28,7 @@ from flashtrain.model.head import token_nll
 from flashtrain.model.options import ModelOptions
 from flashtrain.training.checkpoint import load_weights
 
+
 @dataclass(frozen=True)
 class Assembly:
     """What every command needs."""

@@ -261,10 +261,13 @@ def _saved(folder: Path) -> DictConfig:
     try:
         settings = OmegaConf.structured(Config)
         settings.data = OmegaConf.structured(DATA_SCHEMAS[values.data.source])
-        return OmegaConf.merge(settings, values)
+        settings = OmegaConf.merge(settings, values)
     except (OmegaConfBaseException, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} does not fit the settings of this version: {reason}") from None
+    if missing := sorted(OmegaConf.missing_keys(settings)):
+        raise UserError(f"{path} does not fit the settings of this version: give it {', '.join(missing)}")
+    return settings
 
 
 def _differences(key: str, saved: object, asked: object) -> list[str]:
