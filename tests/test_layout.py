@@ -19,9 +19,10 @@ NOUNS = {"model", "data", "training", "evaluation", "performance"}
 # folder or module of flashtrain -> the parts of flashtrain that it may import, beside `errors`
 ALLOWED = {
     "errors": set(),
-    "performance": {DOOR},
+    "charts": set(),
+    "performance": {DOOR, "charts"},
     "data": set(),
-    "evaluation": set(),
+    "evaluation": {"charts"},
     "model": {DOOR},
     "training": {"model", "performance"},
     "runs": {"training"},
@@ -29,6 +30,7 @@ ALLOWED = {
     "config": {"runs", "device", "model", "training", "evaluation"},
     "assembly": {"config", "runs", "device", DOOR, *NOUNS},
     "entry": {"config", DOOR},
+    "bench": {"config", "runs", "device", "entry", "performance", DOOR},
     **{verb: {"assembly", "config", "runs", "entry", *NOUNS, *VERBS} for verb in VERBS},
 }
 

@@ -6,15 +6,11 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import EngFormatter
 
+from flashtrain.charts import BLUE, GREEN, INK, MUTED, ORANGE, title, token_axis
 from flashtrain.evaluation.metrics import Score
 from flashtrain.evaluation.perplexity import PerplexityCurves
-
-MAX_TICKS = 9  # labels that fit under a panel
-
-INK, MUTED, GRID = "#1f2933", "#66727f", "#e6eaee"
-BLUE, ORANGE, GREEN = "#1f66b0", "#c4551b", "#2c8053"
 
 
 def save_plot(curves: PerplexityCurves, path: Path) -> None:
@@ -25,14 +21,14 @@ def save_plot(curves: PerplexityCurves, path: Path) -> None:
 
     _perplexity_line(length_axes, curves.at_length, BLUE)
     documents = curves.coverage.documents
-    _title(length_axes, "Perplexity at length", f"first L tokens of the same documents ({documents:,})")
+    title(length_axes, "Perplexity at length", f"first L tokens of the same documents ({documents:,})")
 
     _perplexity_line(context_axes, curves.vs_context, ORANGE)
     targets = curves.vs_context[curves.longest].targets
-    _title(context_axes, "Perplexity against context", f"L tokens fed, the same targets ({targets:,})")
+    title(context_axes, "Perplexity against context", f"L tokens fed, the same targets ({targets:,})")
 
     _loss_stairs(position_axes, curves.by_position, GREEN)
-    _title(position_axes, "Loss by position", "mean over the targets in each range of positions")
+    title(position_axes, "Loss by position", "mean over the targets in each range of positions")
 
     for axes in (length_axes, context_axes, position_axes):
         _shade_beyond(axes, curves.conditions.training_length)
@@ -54,7 +50,7 @@ def _perplexity_line(axes: Axes, scores: dict[int, Score], color: str) -> None:
     if max(perplexities) > 10 * min(perplexities):  # so that a collapse leaves the rest of the curve readable
         axes.set_yscale("log")
     axes.set(xlabel="L, tokens", ylabel="perplexity")
-    _token_axis(axes, list(scores))
+    token_axis(axes, list(scores))
 
 
 def _loss_stairs(axes: Axes, scores: dict[tuple[int, int], Score], color: str) -> None:
@@ -62,21 +58,7 @@ def _loss_stairs(axes: Axes, scores: dict[tuple[int, int], Score], color: str) -
     axes.stairs([score.loss for score in scores.values()], edges, baseline=None, color=color, linewidth=2)
     axes.margins(x=0.04, y=0.1)
     axes.set(xlabel="position in the document, tokens", ylabel="loss, nats per token")
-    _token_axis(axes, edges)
-
-
-def _token_axis(axes: Axes, ticks: list[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(ticks[:: math.ceil(len(ticks) / MAX_TICKS)]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: _short(int(tokens))))
-    axes.grid(color=GRID)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(MUTED)
-    axes.tick_params(colors=MUTED, labelcolor=INK, labelsize=9)
-    for label in (axes.xaxis.label, axes.yaxis.label):
-        label.set(color=INK, fontsize=9.5)
+    token_axis(axes, edges)
 
 
 def _shade_beyond(axes: Axes, training_length: int) -> None:
@@ -84,11 +66,6 @@ def _shade_beyond(axes: Axes, training_length: int) -> None:
     if training_length < right:
         axes.axvspan(max(left, training_length), right, color=MUTED, alpha=0.1, linewidth=0)
         axes.set_xlim(left, right)
-
-
-def _title(axes: Axes, title: str, subtitle: str) -> None:
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=24)
-    axes.text(0, 1.04, subtitle, transform=axes.transAxes, fontsize=9, color=MUTED)
 
 
 def _footer(curves: PerplexityCurves) -> str:
@@ -108,8 +85,3 @@ def _figure(perplexity: float) -> str:
     if perplexity < 1000:
         return f"{perplexity:#.3g}".rstrip(".")
     return EngFormatter(places=1, sep="")(perplexity)
-
-
-def _short(count: int) -> str:
-    """1024 and its multiples as 1k, 2k, ...; any other count in full."""
-    return f"{count // 1024}k" if count % 1024 == 0 else str(count)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from flashtrain.charts import BLUE, GREEN, ORANGE
 from flashtrain.evaluation.options import EvalOptions
 from flashtrain.evaluation.perplexity import perplexity_curves
-from flashtrain.evaluation.plot import BLUE, GREEN, ORANGE
 from flashtrain.evaluation.report import as_json, rows_by_metric, terminal_report, write_reports
 
 OPTIONS = EvalOptions(

@@ -1,0 +1,241 @@
+"""Measure the attention variants that this device can run, forward and backward, over sequence lengths.
+
+`python -m flashtrain.bench [variants=[...]] [masks=[causal,full,window,documents]] [lengths=[...]]`
+"""
+
+import platform
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from flashtrain import runs
+from flashtrain.config import MOST_SEEDS, Root
+from flashtrain.device import resolve_type
+from flashtrain.entry import main
+from flashtrain.kernels.attention import NAMES
+from flashtrain.performance.attention import FLOPS_PER_VISIBLE_PAIR, PASSES, Measurement, Problem, measure
+from flashtrain.performance.hardware import gpu_state
+from flashtrain.performance.masks import MASKS, Masks
+from flashtrain.performance.plot import save_plot
+from flashtrain.performance.report import Conditions, as_row, describe, markdown, speed_tables, terminal_table
+from flashtrain.performance.timing import Clock, CudaClock, HostClock
+
+VARIANTS = tuple(name for name in NAMES if name != "auto")
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+
+
+@dataclass
+class BenchConfig:
+    device: str
+    """auto (CUDA where there is one), cpu or cuda."""
+    dtype: str
+    """bfloat16, float16 or float32."""
+    variants: list[str] | None
+    """Variants of attention; null: all. One that cannot do a problem says why."""
+    masks: list[str]
+    """causal, full, window (causal, `window` keys) or documents (causal, `longest_document`)."""
+    head_dims: list[int]
+    lengths: list[int]
+    """Tokens in a row."""
+    passes: list[str]
+    """forward, backward."""
+    tokens: int
+    """Tokens in a call: rows times length."""
+    hidden_size: int
+    """Query heads times head dimension."""
+    num_kv_heads: int | None
+    """null: as many as query heads."""
+    window: int
+    """Keys that a query sees with the mask `window`, its own included."""
+    longest_document: int
+    """With the mask `documents`, rows hold documents of 1 to this many tokens, each length as likely."""
+    warmup: int
+    """Calls of each variant before the first reading."""
+    rounds: int
+    """Readings of each variant, one a round, in an order shuffled anew for each round."""
+    seed: int
+    """Of the inputs, the documents and the orders."""
+    relative_to: str | None
+    """The variant that the others' speed is also given as a multiple of; null: of none."""
+    output: str | None
+    """Folder for the files; null: runs/ with the time."""
+
+    def validate(self) -> list[str]:
+        """Return every problem, one sentence each."""
+        problems = [
+            f"{name} is {value}; it must be at least 1"
+            for name in ("tokens", "hidden_size", "num_kv_heads", "window", "longest_document", "rounds")
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
+        problems += [
+            *_chosen("variants", self.variants if self.variants is not None else VARIANTS, VARIANTS),
+            *_chosen("masks", self.masks, MASKS),
+            *_chosen("passes", self.passes, PASSES),
+            *_chosen("dtype", [self.dtype], list(DTYPES)),
+            *_counts("head_dims", self.head_dims),
+            *_counts("lengths", self.lengths),
+        ]
+        if self.warmup < 0:
+            problems.append(f"warmup is {self.warmup}; it must be 0 or more")
+        if not 0 <= self.seed < MOST_SEEDS:
+            problems.append(f"seed is {self.seed}; it must be at least 0 and below {MOST_SEEDS}")
+        if self.relative_to is not None and self.relative_to not in self.names:
+            problems.append(f"relative_to is {self.relative_to}; it must be one of the variants: {_words(self.names)}")
+        if self.output is not None and Path(self.output).exists():
+            problems.append(f"output={self.output} exists; name another")
+        return problems or self._sizes()
+
+    def _sizes(self) -> list[str]:
+        problems = [
+            f"tokens is {self.tokens} and no multiple of the length {length}; the next that is: "
+            f"tokens={(self.tokens // length + 1) * length}"
+            for length in self.lengths
+            if self.tokens % length
+        ]
+        for head_dim in self.head_dims:
+            heads = self.hidden_size // head_dim
+            if self.hidden_size % head_dim:
+                problems.append(f"hidden_size is {self.hidden_size} and no multiple of the head dim {head_dim}")
+            elif self.num_kv_heads is not None and heads % self.num_kv_heads:
+                problems.append(
+                    f"num_kv_heads is {self.num_kv_heads} and does not divide the {heads} heads of head dim {head_dim}"
+                )
+        return problems
+
+    @property
+    def names(self) -> list[str]:
+        return list(VARIANTS) if self.variants is None else self.variants
+
+
+ROOT = Root("bench", BenchConfig)
+
+
+def run(config: BenchConfig) -> None:
+    """Measure every problem: tables here as they are done, files in a new folder."""
+    console = Console()
+    device = resolve_type("device", config.device)
+    folder = runs.new_folder(config.output, "bench")
+    facts = runs.provenance(cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version())
+    masks = Masks(config.window, config.longest_document, config.seed)
+    clock: Clock = CudaClock() if device == "cuda" else HostClock()
+    given = _conditions(config, device, masks, facts)
+    console.print(describe(given), highlight=False)
+
+    measurements: list[Measurement] = []
+    states = [{"after": None, "gpu": gpu_state()}]
+    for panel in _panels(config):
+        done = []
+        for problem in panel:
+            done += measure(
+                problem,
+                masks.intervals(problem.mask, problem.batch, problem.length, device),
+                config.names,
+                config.passes,
+                clock,
+                device=device,
+                dtype=DTYPES[config.dtype],
+                warmup=config.warmup,
+                rounds=config.rounds,
+                seed=config.seed,
+            )
+            states.append({"after": asdict(problem), "gpu": gpu_state()})
+            # Whole after each problem, so that an interrupted command leaves what it has measured.
+            runs.write_json(
+                folder / "bench.json",
+                {
+                    "settings": asdict(config),
+                    "interpreted": given.interpreted,
+                    "flops_per_visible_pair": FLOPS_PER_VISIBLE_PAIR,
+                    "provenance": facts,
+                    "gpu_states": states,
+                    "measurements": [as_row(found) for found in measurements + done],
+                },
+            )
+        measurements += done
+        for table in speed_tables(done, given):
+            console.print("", terminal_table(table))
+    runs.write_whole(folder / "bench.md", markdown(measurements, given))
+    save_plot(measurements, given, folder / "bench.png")
+    for path in sorted(folder.iterdir()):
+        console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _panels(config: BenchConfig) -> list[list[Problem]]:
+    """The problems of each table."""
+    return [
+        [
+            Problem(
+                mask,
+                length,
+                batch=config.tokens // length,
+                head_dim=head_dim,
+                num_q_heads=config.hidden_size // head_dim,
+                num_kv_heads=config.num_kv_heads or config.hidden_size // head_dim,
+            )
+            for length in config.lengths
+        ]
+        for head_dim in config.head_dims
+        for mask in config.masks
+    ]
+
+
+def _conditions(config: BenchConfig, device: str, masks: Masks, facts: dict) -> Conditions:
+    problem = _panels(config)[0][0]
+    spec = problem.spec(masks.intervals("full", 1, 1, device), device, DTYPES[config.dtype])
+    return Conditions(
+        device=facts["device"] if device == "cuda" else f"CPU ({platform.machine()})",
+        dtype=config.dtype,
+        tokens=config.tokens,
+        rounds=config.rounds,
+        interpreted=spec.interpreted,
+        masks=masks,
+        relative_to=config.relative_to,
+        made_with=_made_with(facts),
+    )
+
+
+def _made_with(facts: dict) -> str:
+    versions = {name: facts["packages"][name] for name in ("torch", "triton")}
+    versions |= {"CUDA": facts["cuda"], "cuDNN": facts["cudnn"], "commit": _short(facts["commit"])}
+    command = shlex.join(["python", "-m", "flashtrain.bench", *facts["command"][1:]])
+    return f"({', '.join(f'{name} {value}' for name, value in versions.items() if value)}; `{command}`)"
+
+
+def _short(commit: str | None) -> str | None:
+    return commit and commit[:7] + "+" * commit.endswith("+")
+
+
+def _chosen(key: str, values: Sequence[str], allowed: Sequence[str]) -> list[str]:
+    """Problems of a list of names."""
+    unknown = [value for value in values if value not in allowed]
+    if unknown:
+        return [f"{key} has {_words(unknown)}; allowed are {_words(allowed)}"]
+    return _once_each(key, values)
+
+
+def _counts(key: str, values: Sequence[int]) -> list[str]:
+    """Problems of a list of numbers that count something."""
+    small = [value for value in values if value < 1]
+    if small:
+        return [f"{key} has {_words(small)}; all must be at least 1"]
+    return _once_each(key, values)
+
+
+def _once_each(key: str, values: Sequence[object]) -> list[str]:
+    if not values:
+        return [f"{key} is empty; give at least one"]
+    twice = [value for value, count in Counter(values).items() if count > 1]
+    return [f"{key} has {_words(twice)} more than once; name each once"] if twice else []
+
+
+def _words(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
+
+
+if __name__ == "__main__":
+    main(run, ROOT)

@@ -1,0 +1,172 @@
+"""Speeds of attention for people and programs: terminal and markdown tables, and rows of plain values.
+
+Nothing is timed here. A table holds one mask and head dimension, a row a variant, a column a length and a pass.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+
+from rich import box
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from flashtrain.charts import short_count
+from flashtrain.performance.attention import FLOPS_PER_VISIBLE_PAIR, Measurement, NoSpeed, Problem
+from flashtrain.performance.masks import Masks
+from flashtrain.performance.timing import Timing
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What all speeds of one report have in common."""
+
+    device: str
+    dtype: str
+    tokens: int
+    rounds: int
+    interpreted: bool
+    masks: Masks
+    relative_to: str | None
+    """The variant that the others' speed is given as a multiple of; None: of none."""
+    made_with: str
+    """Versions, commit and command, in words."""
+
+
+@dataclass(frozen=True)
+class SpeedTable:
+    title: str
+    headings: list[str]
+    rows: dict[str, list[list[str]]]
+    """variant -> for each heading TFLOP/s, milliseconds and the multiple, or a word in their place; without the
+    variants that can do none of it."""
+    notes: list[str]
+    """Who cannot do what."""
+
+
+def speed_tables(measurements: list[Measurement], given: Conditions) -> list[SpeedTable]:
+    """A table for each mask and head dimension, in the order of the measurements."""
+    return [_speed_table(group, given) for group in by_panel(measurements).values()]
+
+
+def by_panel(measurements: list[Measurement]) -> dict[tuple[int, str], list[Measurement]]:
+    """The measurements that belong together, by head dimension and mask."""
+    groups: dict[tuple[int, str], list[Measurement]] = {}
+    for measurement in measurements:
+        groups.setdefault((measurement.problem.head_dim, measurement.problem.mask), []).append(measurement)
+    return groups
+
+
+def panel_title(problem: Problem, given: Conditions) -> str:
+    """What the problems of a table or a panel have in common."""
+    heads = f"{problem.num_q_heads} heads"
+    if problem.num_kv_heads != problem.num_q_heads:
+        heads += f", {problem.num_kv_heads} for keys and values"
+    parts = [given.masks.label(problem.mask), f"head dim {problem.head_dim}", heads]
+    return ", ".join(parts + ["interpreted"] * given.interpreted)
+
+
+def describe(given: Conditions) -> str:
+    """What the figures mean and depend on."""
+    forward, backward = (FLOPS_PER_VISIBLE_PAIR[name] for name in ("forward", "backward"))
+    sentences = [
+        f"TFLOP/s on the visible area, and milliseconds: {forward} operations forward and {backward} backward for each "
+        "pair of query and key that the mask shows, each head and each element of its dimension.",
+        f"{given.tokens:,} tokens of {given.dtype} a call on {given.device}; medians of {given.rounds} interleaved "
+        "rounds.",
+    ]
+    if given.interpreted:
+        sentences.append("Triton's kernels were interpreted: their figures say nothing about a GPU.")
+    if given.relative_to is not None:
+        sentences.append(f"1.10x is a tenth more TFLOP/s than {given.relative_to}.")
+    return " ".join(sentences)
+
+
+def terminal_table(table: SpeedTable) -> Group:
+    drawn = Table(
+        title=escape(table.title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False
+    )
+    drawn.add_column("TFLOP/s, ms")
+    for heading in table.headings:
+        drawn.add_column(heading, justify="right")
+    for variant, cells in table.rows.items():
+        drawn.add_row(variant, *(escape("\n".join(lines)) for lines in cells))
+    return Group(drawn, Text("\n".join(table.notes), style="dim"))
+
+
+def markdown(measurements: list[Measurement], given: Conditions) -> str:
+    """All tables, what their figures mean and what they were made with, to be read as a file or pasted."""
+    parts = [describe(given)]
+    for table in speed_tables(measurements, given):
+        lines = [
+            f"| {table.title} | {' | '.join(table.headings)} |",
+            "|---|" + "---:|" * len(table.headings),
+            *(
+                f"| `{variant}` | {' | '.join(_beside(lines) for lines in cells)} |"
+                for variant, cells in table.rows.items()
+            ),
+        ]
+        parts += ["\n".join(lines), *(["\n".join(f"- {note}" for note in table.notes)] if table.notes else [])]
+    return "\n\n".join([*parts, given.made_with]) + "\n"
+
+
+def as_row(measurement: Measurement) -> dict[str, object]:
+    """One measurement in plain values; times in milliseconds, in the order they were taken."""
+    result = measurement.result
+    timed = isinstance(result, Timing)
+    return asdict(measurement.problem) | {
+        "variant": measurement.variant,
+        "pass": measurement.pass_name,
+        "flops": measurement.flops,
+        "tflops": measurement.tflops,
+        "median_ms": 1e3 * result.median if timed else None,
+        "quartiles_ms": [1e3 * seconds for seconds in result.quartiles] if timed else None,
+        "readings_ms": [1e3 * seconds for seconds in result.seconds] if timed else None,
+        "no_speed": None if timed else result.reason or result.word,
+        "check": {
+            name: {"error": _finite(deviation.error), "allowed": deviation.allowed, "passes": deviation.passes}
+            for name, deviation in (measurement.check or {}).items()
+        },
+    }
+
+
+def _speed_table(group: list[Measurement], given: Conditions) -> SpeedTable:
+    baselines = {
+        (found.problem.length, found.pass_name): found.tflops for found in group if found.variant == given.relative_to
+    }
+    can_do_some = {found.variant for found in group if _refusal(found) is None}
+    headings, rows, notes = {}, {}, {}
+    for found in group:
+        column = (found.problem.length, found.pass_name)
+        headings[column] = f"{short_count(found.problem.length)} {found.pass_name}"
+        if found.variant in can_do_some:
+            rows.setdefault(found.variant, []).append(_cell(found, baselines.get(column)))
+        if (refusal := _refusal(found)) is not None:
+            notes[f"{found.variant} {refusal}"] = None
+    return SpeedTable(panel_title(group[0].problem, given), list(headings.values()), rows, list(notes))
+
+
+def _refusal(found: Measurement) -> str | None:
+    return found.result.reason if isinstance(found.result, NoSpeed) else None
+
+
+def _cell(found: Measurement, baseline: float | None) -> list[str]:
+    if isinstance(found.result, NoSpeed):
+        return [found.result.word]
+    lines = [_figure(found.tflops), f"{_figure(1e3 * found.result.median)} ms"]
+    return lines if baseline is None else [*lines, f"{found.tflops / baseline:.2f}x"]
+
+
+def _beside(lines: list[str]) -> str:
+    first, *rest = lines
+    return f"{first} ({', '.join(rest)})" if rest else first
+
+
+def _figure(value: float) -> str:
+    """Three significant digits, from 100 on whole numbers."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,87 @@
+"""How long calls take: readings in interleaved rounds, so that a drift of the device meets all calls alike.
+
+What is timed is the caller's; a clock says how one call is read on a device.
+"""
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+Stage = Callable[[], Callable[[], object]]
+"""Prepares one call, outside of its reading, and returns the call to read."""
+
+
+class Clock(Protocol):
+    def read(self, call: Callable[[], object]) -> Callable[[], float]:
+        """Run `call` and return a function that gives its seconds; it may wait for the device, so ask it last."""
+
+
+class HostClock:
+    """Wall time, for calls that are over when they return."""
+
+    def read(self, call: Callable[[], object]) -> Callable[[], float]:
+        start = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - start
+        return lambda: seconds
+
+
+class CudaClock:
+    """Time on the current CUDA device between two events, from a cold L2 cache.
+
+    No reading waits for the device, so the host stays ahead of it and launches cost no time.
+    """
+
+    def __init__(self) -> None:
+        l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+        self._more_than_l2 = torch.empty(4 * l2_bytes, dtype=torch.int8, device="cuda")
+
+    def read(self, call: Callable[[], object]) -> Callable[[], float]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._more_than_l2.zero_()
+        start.record()
+        call()
+        end.record()
+
+        def seconds() -> float:
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3
+
+        return seconds
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The readings of one call, in the order of the rounds."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.seconds))
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """A quarter of the readings lie below the first, a quarter above the second."""
+        low, high = np.quantile(self.seconds, (0.25, 0.75))
+        return float(low), float(high)
+
+
+def interleaved(stages: Mapping[str, Stage], clock: Clock, *, warmup: int, rounds: int, seed: int) -> dict[str, Timing]:
+    """Read every call once a round, in an order shuffled anew for each; `warmup` rounds before are not read."""
+    for _ in range(warmup):
+        for stage in stages.values():
+            stage()()
+    order, shuffler = list(stages), random.Random(seed)
+    readings: dict[str, list[Callable[[], float]]] = {name: [] for name in stages}
+    for _ in range(rounds):
+        shuffler.shuffle(order)
+        for name in order:
+            # Nothing keeps the call, so that what it holds is free before the next is prepared.
+            readings[name].append(clock.read(stages[name]()))
+    return {name: Timing(tuple(seconds() for seconds in taken)) for name, taken in readings.items()}
