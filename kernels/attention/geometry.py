@@ -2,52 +2,73 @@
 
 The only place that turns an interval mask into loop bounds; tile sizes and tile order are decided
 elsewhere. Everything that a kernel calls is flat integer arithmetic that runs in Triton, in Gluon and,
-through `.fn`, on Python ints, where the tests compare it with `Intervals.dense`. Bounds never decrease
-along the rows, so those of a tile's first and last row hold for all of it. Triton's `//` truncates where
-Python's floors: numerators are clamped at zero.
+through `.fn` and with Python's min and max for Triton's, on Python ints, where the tests compare it with
+`Intervals.dense`. Bounds never decrease along the rows, so those of a tile's first and last row hold for all
+of it. Triton's `//` truncates where Python's floors: numerators are clamped at zero.
 """
 
 import triton
 import triton.language as tl
 
+from .intervals import Intervals
 
-def mask_arguments(left: int | None, right: int | None, q_len: int, kv_len: int) -> dict[str, int | bool]:
-    """Kernel arguments for a (left, right) window of extra keys, None = unbounded.
 
-    A side that reaches past all of these lengths is unbounded too, so that `left` and `right` never overflow.
+def mask_arguments(intervals: Intervals, q_len: int, kv_len: int) -> dict[str, int | tuple | None]:
+    """Kernel arguments for a mask: the window's `left` and `right`, or the `bounds` of each row, else None.
+
+    A side without a bound, or with one past all of these lengths, reaches exactly past them: nothing overflows.
     """
-    has_left = left is not None and left < kv_len - 1
-    has_right = right is not None and right < q_len - 1
+    bounds = intervals.bounds
     return {
-        "left": left if has_left else 0,
-        "right": right if has_right else 0,
-        "HAS_LEFT": has_left,
-        "HAS_RIGHT": has_right,
+        "left": kv_len if intervals.left is None else min(intervals.left, kv_len),
+        "right": q_len if intervals.right is None else min(intervals.right, q_len),
+        "bounds": None if bounds is None else (_rows(bounds.keys), _rows(bounds.queries)),
     }
 
 
+def _rows(bounds_2RS) -> tuple:
+    """lo, hi and the distance of two batch rows, 0 where all have the same."""
+    lo, hi = bounds_2RS
+    return lo, hi, lo.stride(0) if lo.shape[0] > 1 else 0
+
+
 @triton.jit
-def key_bounds(i, q_len, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Query i sees keys lo <= j < hi, aligned bottom-right; lo >= hi means none."""
-    lo = 0
-    hi = kv_len
-    if HAS_LEFT:
-        lo = min(max(i + kv_len - q_len - left, 0), kv_len)
-    if HAS_RIGHT:
-        hi = min(max(i + kv_len - q_len + right + 1, 0), kv_len)
+def key_bounds(i, b, q_len, kv_len, left, right, bounds):
+    """Query i of batch row b sees keys lo <= j < hi, elementwise; lo >= hi means none."""
+    if bounds is None:
+        position = i + kv_len - q_len
+        lo = tl.minimum(tl.maximum(position - left, 0), kv_len)
+        hi = tl.minimum(tl.maximum(position + right + 1, 0), kv_len)
+    else:
+        lo, hi = _load(bounds[0], i, b, q_len)
     return lo, hi
 
 
 @triton.jit
-def query_bounds(j, q_len, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Key j is seen by queries lo <= i < hi: the transpose of `key_bounds`."""
-    lo = 0
-    hi = q_len
-    if HAS_RIGHT:
-        lo = min(max(j + q_len - kv_len - right, 0), q_len)
-    if HAS_LEFT:
-        hi = min(max(j + q_len - kv_len + left + 1, 0), q_len)
+def query_bounds(j, b, q_len, kv_len, left, right, bounds):
+    """Key j of batch row b is seen by queries lo <= i < hi: the transpose of `key_bounds`."""
+    if bounds is None:
+        position = j + q_len - kv_len
+        lo = tl.minimum(tl.maximum(position - right, 0), q_len)
+        hi = tl.minimum(tl.maximum(position + left + 1, 0), q_len)
+    else:
+        lo, hi = _load(bounds[1], j, b, kv_len)
     return lo, hi
+
+
+@triton.jit
+def _load(rows, i, b, length):
+    lo_ptr, hi_ptr, stride = rows
+    offset = tl.cast(b, tl.int64) * stride + i
+    lo = tl.load(lo_ptr + offset, mask=i < length, other=0)
+    hi = tl.load(hi_ptr + offset, mask=i < length, other=0)
+    return lo, hi
+
+
+@triton.jit
+def inside(x, lo, hi):
+    """Whether a query or key lies within bounds, elementwise."""
+    return (lo <= x) & (x < hi)
 
 
 @triton.jit
@@ -57,9 +78,9 @@ def block_ranges(lo_first, hi_first, lo_last, hi_last, BLOCK: tl.constexpr):
     Takes the bounds of the tile's first and last row. begin <= free_begin <= free_end <= end always holds.
     """
     begin = lo_first // BLOCK
-    end = max((hi_last + BLOCK - 1) // BLOCK, begin)
-    free_begin = min(max((lo_last + BLOCK - 1) // BLOCK, begin), end)
-    free_end = max(min(hi_first // BLOCK, end), free_begin)
+    end = tl.maximum((hi_last + BLOCK - 1) // BLOCK, begin)
+    free_begin = tl.minimum(tl.maximum((lo_last + BLOCK - 1) // BLOCK, begin), end)
+    free_end = tl.maximum(tl.minimum(hi_first // BLOCK, end), free_begin)
     return begin, free_begin, free_end, end
 
 
@@ -81,14 +102,3 @@ def block_of_step(step, blocks, MASKED: tl.constexpr):
     if MASKED:
         step += (step >= free_begin) * (free_end - free_begin)
     return step
-
-
-@triton.jit
-def visible(i, j, q_len, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Whether query i sees key j, elementwise; false beyond the ends of either."""
-    seen = (i < q_len) & (j < kv_len)
-    if HAS_LEFT:
-        seen = seen & (i + kv_len - q_len - left <= j)
-    if HAS_RIGHT:
-        seen = seen & (j <= i + kv_len - q_len + right)
-    return seen

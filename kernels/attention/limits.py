@@ -29,9 +29,6 @@ def flash_v2(spec: AttentionSpec) -> str | None:
         or _dtype(spec, _SINGLE)
         or _no_interpreted_bf16(spec)
         or _head_dims(spec, multiple=8, least=16, most=256)
-        or _one_head_dim(spec)
-        or _no_bounds(spec)
-        or _no_softcap(spec)
     )
 
 
@@ -163,12 +160,6 @@ def _no_lse(spec: AttentionSpec) -> str | None:
 
 def _no_softcap(spec: AttentionSpec) -> str | None:
     return None if spec.softcap == 0 else f"caps no scores, and softcap is {spec.softcap}"
-
-
-def _no_bounds(spec: AttentionSpec) -> str | None:
-    if spec.intervals.bounds is None:
-        return None
-    return "takes no documents, chunks or prefix"
 
 
 def _full_or_causal(spec: AttentionSpec) -> str | None:

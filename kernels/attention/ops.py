@@ -8,32 +8,51 @@ limits.py.
 import torch
 from torch import Tensor
 
-from .intervals import Intervals
-from .tiles import architecture, tiles
+from .intervals import Bounds, Intervals
+from .tiles import Tiles, architecture, tiles
 
 
 def flash_v2(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Returns out (B, Sq, Hq, D) and the natural-log LSE (B, Hq, Sq) in fp32, both differentiable once."""
-    return _forward(q, k, v, intervals.left, intervals.right, scale)
+    """Returns out (B, Sq, Hq, Dv) and the natural-log LSE (B, Hq, Sq) in fp32, both differentiable once."""
+    bounds = intervals.bounds
+    keys, queries = (None, None) if bounds is None else (bounds.keys, bounds.queries)
+    return _forward(q, k, v, intervals.left, intervals.right, keys, queries, scale, softcap)
+
+
+def _mask(left: int | None, right: int | None, keys: Tensor | None, queries: Tensor | None) -> Intervals:
+    """An operator takes a mask apart, since it takes tensors and numbers only."""
+    return Intervals(left, right, None if keys is None else Bounds(keys, queries))
+
+
+def _tiles(q: Tensor, v: Tensor) -> Tiles:
+    return tiles(architecture(q.device), max(q.shape[-1], v.shape[-1]), q.dtype)
 
 
 @torch.library.custom_op("flashtrain::flash_v2", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, left: int | None, right: int | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    left: int | None,
+    right: int | None,
+    keys: Tensor | None,
+    queries: Tensor | None,
+    scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     from .flash_v2.forward import forward
 
-    launch = tiles(architecture(q.device), q.shape[-1], q.dtype)
     with torch.cuda.device_of(q):
-        return forward(q, k, v, left, right, scale, launch)
+        return forward(q, k, v, _mask(left, right, keys, queries), scale, softcap, _tiles(q, v))
 
 
 @_forward.register_fake
-def _(q, k, v, left, right, scale):
+def _(q, k, v, left, right, keys, queries, scale, softcap):
     batch, q_len, num_q_heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty(batch, num_q_heads, q_len, dtype=torch.float32)
+    out = q.new_empty(batch, q_len, num_q_heads, v.shape[-1])
+    return out, q.new_empty(batch, num_q_heads, q_len, dtype=torch.float32)
 
 
 @torch.library.custom_op("flashtrain::flash_v2_backward", mutates_args=())
@@ -47,35 +66,42 @@ def _backward(
     lse: Tensor,
     left: int | None,
     right: int | None,
+    keys: Tensor | None,
+    queries: Tensor | None,
     scale: float,
+    softcap: float,
     needs_dq: bool,
     needs_dkdv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from .flash_v2.backward import backward
 
-    launch = tiles(architecture(q.device), q.shape[-1], q.dtype)
+    mask = _mask(left, right, keys, queries)
     with torch.cuda.device_of(q):
-        return backward(dout, dlse, q, k, v, out, lse, left, right, scale, launch, needs_dq, needs_dkdv)
+        return backward(
+            dout, dlse, q, k, v, out, lse, mask, scale, softcap, _tiles(q, v), needs_dq, needs_dkdv
+        )
 
 
 @_backward.register_fake
-def _(dout, dlse, q, k, v, out, lse, left, right, scale, needs_dq, needs_dkdv):
+def _(dout, dlse, q, k, v, out, lse, left, right, keys, queries, scale, softcap, needs_dq, needs_dkdv):
     dq = q.new_empty(q.shape if needs_dq else 0)
     dk, dv = (x.new_empty(x.shape if needs_dkdv else 0) for x in (k, v))
     return dq, dk, dv
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    q, k, v, *ctx.mask_and_scale = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, ctx.left, ctx.right, keys, queries, ctx.scale, ctx.softcap = inputs
+    ctx.save_for_backward(q, k, v, *output, keys, queries)
 
 
 def _differentiate(ctx, dout: Tensor, dlse: Tensor):
-    needs_dq, needs_dk, needs_dv, *_ = ctx.needs_input_grad
+    needs_dq, needs_dk, needs_dv, *others = ctx.needs_input_grad
+    *tensors, keys, queries = ctx.saved_tensors
     dq, dk, dv = _backward(
-        dout, dlse, *ctx.saved_tensors, *ctx.mask_and_scale, needs_dq, needs_dk or needs_dv
-    )
-    return dq if needs_dq else None, dk if needs_dk else None, dv if needs_dv else None, None, None, None
+        dout, dlse, *tensors, ctx.left, ctx.right, keys, queries, ctx.scale, ctx.softcap,
+        needs_dq, needs_dk or needs_dv,
+    )  # fmt: skip
+    return dq if needs_dq else None, dk if needs_dk else None, dv if needs_dv else None, *(None for _ in others)
 
 
 def _refuse_second_derivative(ctx, *gradients):

@@ -1,9 +1,10 @@
 """Compiles flash_v2's kernels for one GPU target on a machine without any, through the real launchers.
 
-Run as a script with TARGET HEAD_DIM DTYPE [GROUP_SIZE LEFT RIGHT]; prints one JSON object per kernel.
+Run as a script with TARGET and the fields of a Problem as key=value; prints one JSON object per kernel.
 A process of its own, because Triton decides at import whether to interpret.
 """
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -17,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from flashtrain.kernels.attention import Intervals
 from flashtrain.kernels.attention.flash_v2.backward import backward
 from flashtrain.kernels.attention.flash_v2.forward import forward
 from flashtrain.kernels.attention.tiles import tiles
@@ -27,6 +29,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+LENGTH = 4096
 SHARED_MEMORY = {"sm_80": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
 
 
@@ -46,7 +49,27 @@ class CompileOnlyDriver:
         return 0
 
 
-def compiled_kernels(target: str, head_dim: int, dtype: torch.dtype, group_size=1, left=None, right=0) -> dict:
+@dataclasses.dataclass
+class Problem:
+    head_dim: int = 128
+    v_head_dim: int | None = None
+    dtype: str = "bfloat16"
+    mask: str = "causal"
+    group_size: int = 1
+    softcap: float = 0.0
+
+
+def intervals(mask: str) -> Intervals:
+    documents = torch.zeros(1, LENGTH, dtype=torch.int32)
+    return {
+        "full": Intervals.full(),
+        "causal": Intervals.causal(),
+        "window": Intervals.window(1000, 0),
+        "documents": Intervals.causal().in_documents(documents),
+    }[mask]
+
+
+def compiled_kernels(target: str, problem: Problem) -> dict:
     """Runs the launchers on CPU tensors with every launch replaced by its compilation."""
     kernels = {}
     run = JITFunction.run
@@ -56,12 +79,17 @@ def compiled_kernels(target: str, head_dim: int, dtype: torch.dtype, group_size=
 
     JITFunction.run = compile_only
     driver.set_active(CompileOnlyDriver(TARGETS[target]))
-    q = torch.empty(1, 4096, 2 * group_size, head_dim, dtype=dtype)
-    k = torch.empty(1, 4096, 2, head_dim, dtype=dtype)
-    lse = torch.empty(1, 2 * group_size, 4096)
-    launch = tiles(target, head_dim, dtype)
-    forward(q, k, k, left, right, 0.125, launch)
-    backward(q, lse, q, k, k, q, lse, left, right, 0.125, launch, True, True)
+    dtype, heads = getattr(torch, problem.dtype), 2 * problem.group_size
+    v_head_dim = problem.v_head_dim or problem.head_dim
+    q = torch.empty(1, LENGTH, heads, problem.head_dim, dtype=dtype)
+    k = torch.empty(1, LENGTH, 2, problem.head_dim, dtype=dtype)
+    v = torch.empty(1, LENGTH, 2, v_head_dim, dtype=dtype)
+    out = torch.empty(1, LENGTH, heads, v_head_dim, dtype=dtype)
+    lse = torch.empty(1, heads, LENGTH)
+    launch = tiles(target, max(problem.head_dim, v_head_dim), dtype)
+    mask = intervals(problem.mask)
+    forward(q, k, v, mask, 0.125, problem.softcap, launch)
+    backward(out, lse, q, k, v, out, lse, mask, 0.125, problem.softcap, launch, True, True)
     JITFunction.run = run
     return kernels
 
@@ -79,9 +107,12 @@ def spilled_bytes(ptx: str, target: str) -> int:
 
 
 def main() -> None:
-    target, head_dim, dtype, *rest = sys.argv[1:]
-    group_size, left, right = (None if x == "None" else int(x) for x in rest) if rest else (1, None, 0)
-    kernels = compiled_kernels(target, int(head_dim), getattr(torch, dtype), group_size, left, right)
+    target, *settings = sys.argv[1:]
+    fields = {name: default for name, default in vars(Problem()).items()}
+    for setting in settings:
+        name, value = setting.split("=")
+        fields[name] = value if isinstance(fields[name], str) else float(value) if name == "softcap" else int(value)
+    kernels = compiled_kernels(target, Problem(**fields))
     for name, kernel in kernels.items():
         report = {"kernel": name, "shared": kernel.metadata.shared, "allowed": SHARED_MEMORY[target]}
         if "ptx" in kernel.asm:

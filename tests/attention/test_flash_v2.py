@@ -9,7 +9,7 @@ from tolerance import assert_as_accurate_as_standard, make_qkv
 from flashtrain.kernels.attention import Intervals, ops
 from flashtrain.kernels.attention.tiles import INTERPRETER, Tiles
 
-CAUSAL, FULL = Intervals.causal(), Intervals.full()
+CAUSAL, FULL, WINDOW = Intervals.causal(), Intervals.full(), Intervals.window(30, 2)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -31,8 +31,8 @@ def test_pointers_and_descriptors_agree_to_the_bit():
     q, k, v = make_qkv(2, 70, 100, 2, 1, 24, device=DEVICE)
     results = []
     for launch in (INTERPRETER, pointers):
-        out, lse = forward(q, k, v, 30, 2, 0.2, launch)
-        results.append((out, lse, *backward(out, lse, q, k, v, out, lse, 30, 2, 0.2, launch, True, True)))
+        out, lse = forward(q, k, v, WINDOW, 0.2, 0.0, launch)
+        results.append((out, lse, *backward(out, lse, q, k, v, out, lse, WINDOW, 0.2, 0.0, launch, True, True)))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 
@@ -200,11 +200,12 @@ def test_offsets_beyond_two_to_the_31(use_tma):
     far = wide[:, :, 127:]
     near = torch.randn(1, 384, 1, 64, device="cuda", dtype=torch.bfloat16)
     far[:, -384:] = near
+    window = Intervals.window(100, 0)
     launch = HALF["sm_90" if use_tma else "sm_80"][64]
     results = []
     for x in (far, near):
-        out, lse = forward(x, x, x, 100, 0, 0.125, launch)
-        dq, dk, dv = backward(out, lse, x, x, x, out, lse, 100, 0, 0.125, launch, True, True)
+        out, lse = forward(x, x, x, window, 0.125, 0.0, launch)
+        dq, dk, dv = backward(out, lse, x, x, x, out, lse, window, 0.125, 0.0, launch, True, True)
         results.append([lse[..., -128:], *(y[:, -128:] for y in (out, dq, dk, dv))])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)

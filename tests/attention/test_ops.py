@@ -15,41 +15,79 @@ def flash_v2(q, k, v, intervals=CAUSAL):
 
 
 def small_qkv(**options):
-    return make_qkv(1, 33, 40, 4, 2, 16, device=DEVICE, **options)
+    return make_qkv(1, 33, 40, 4, 2, 16, 24, device=DEVICE, **options)
 
 
-def test_opcheck_of_the_forward():
+def window():
+    """A mask and a cap as the operators take them: left, right, keys, queries, scale, softcap."""
+    return 5, 0, None, None, 0.25, 0.0
+
+
+def documents():
+    bounds = documents_of(33, 40).bounds
+    return None, None, bounds.keys, bounds.queries, 0.25, 2.0
+
+
+def documents_of(Sq, Sk, per_document=11):
+    ids = [torch.arange(S, device=DEVICE)[None] // per_document for S in (Sq, Sk)]
+    return CAUSAL.in_documents(*ids)
+
+
+masks = pytest.mark.parametrize("mask", [window, documents], ids=["window", "documents"])
+
+
+@masks
+def test_opcheck_of_the_forward(mask):
     q, k, v = (x.requires_grad_() for x in small_qkv())
-    torch.library.opcheck(ops._forward, (q, k, v, None, 0, 0.25))
+    torch.library.opcheck(ops._forward, (q, k, v, *mask()))
 
 
+@masks
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["all", "dq", "dkdv"])
-def test_opcheck_of_the_backward(needs):
+def test_opcheck_of_the_backward(mask, needs):
     q, k, v = small_qkv()
-    out, lse = ops._forward(q, k, v, 5, 0, 0.25)
-    torch.library.opcheck(ops._backward, (out, lse, q, k, v, out, lse, 5, 0, 0.25, *needs))
+    out, lse = ops._forward(q, k, v, *mask())
+    torch.library.opcheck(ops._backward, (out, lse, q, k, v, out, lse, *mask(), *needs))
 
 
 def test_fakes_give_the_real_strides():
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in small_qkv())
-    real = ops._forward(q, k, v, None, 0, 0.25)
+    real = ops._forward(q, k, v, *window())
     with torch._subclasses.FakeTensorMode() as mode:
-        fake = ops._forward(*map(mode.from_tensor, (q, k, v)), None, 0, 0.25)
+        fake = ops._forward(*map(mode.from_tensor, (q, k, v)), *window())
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
+@pytest.mark.parametrize("intervals", [CAUSAL, documents_of(33, 40)], ids=str)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_compiles_whole(dynamic):
+def test_compiles_whole(dynamic, intervals):
     torch._dynamo.reset()
     compiled = torch.compile(flash_v2, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    assert_as_accurate_as_standard(compiled, small_qkv(), CAUSAL, lse_gradient=True)
+    assert_as_accurate_as_standard(
+        lambda q, k, v: compiled(q, k, v, intervals), small_qkv(), intervals, lse_gradient=True
+    )
+
+
+def test_new_documents_compile_once():
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    def attend(q, k, v, q_documents, k_documents):
+        return flash_v2(q, k, v, CAUSAL.in_documents(q_documents, k_documents))
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for per_document in (11, 3, 40):
+            ids = [torch.arange(S, device=DEVICE)[None] // per_document for S in (33, 40)]
+            assert_as_accurate_as_standard(
+                lambda q, k, v, ids=ids: attend(q, k, v, *ids), small_qkv(), documents_of(33, 40, per_document)
+            )
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv", "qv"])
 def test_gradients_are_computed_for_what_asks(wanted):
     inputs = dict(zip("qkv", small_qkv(), strict=True))
-    dout = torch.randn_like(inputs["q"])
+    dout = torch.randn(1, 33, 4, 24, device=DEVICE)
     for name in wanted:
         inputs[name].requires_grad_()
     out, _ = flash_v2(*inputs.values())

@@ -6,15 +6,16 @@ transposed. dS stays in units of P * dP, which fp16 holds; the softmax scale is 
 Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2. NOTES.md has the derivation.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..geometry import block_of_step, block_ranges, key_bounds, mask_arguments, query_bounds, steps, visible
+from ..geometry import block_of_step, block_ranges, inside, key_bounds, mask_arguments, query_bounds, steps
+from ..intervals import Intervals
+from ..softcap import cap_gradient, cap_scores, score_units
 from ..tiles import Tiles
+from .programs import key_tile, query_tile
 from .views import VARYING, addressable, load_tile, padded_head_dim, store_tile, view
 
 DELTA_ROWS = 64
@@ -30,20 +31,15 @@ def _load_rows(ptr, i_M, q_len, CLIP: tl.constexpr):
 
 @triton.jit
 def _bwd_delta_kernel(
-    out, dout, lse_ptr, dlse_ptr, delta_ptr, q_len, num_q_heads,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    out, dout, lse_ptr, dlse_ptr, delta_ptr, q_len, num_q_heads, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr
+):
     """delta = rowsum(dO * O) - dLSE; 0 in rows that saw no key. Grid (batch * heads * row blocks,)."""
-    num_tiles = tl.cdiv(q_len, BLOCK_M)
-    batch_head = tl.program_id(0) // num_tiles
-    first = tl.program_id(0) % num_tiles * BLOCK_M
-    b = batch_head // num_q_heads
-    h = batch_head % num_q_heads
-    out_MD = load_tile(out, b, h, first, BLOCK_M, BLOCK_D, True).to(tl.float32)
-    dout_MD = load_tile(dout, b, h, first, BLOCK_M, BLOCK_D, True).to(tl.float32)
+    b, h, _, batch_head, first = query_tile(q_len, num_q_heads, 1, BLOCK_M)
+    out_MD = load_tile(out, b, h, first, BLOCK_M, BLOCK_DV, True).to(tl.float32)
+    dout_MD = load_tile(dout, b, h, first, BLOCK_M, BLOCK_DV, True).to(tl.float32)
 
     i_M = first + tl.arange(0, BLOCK_M)
-    row = batch_head.to(tl.int64) * q_len
+    row = batch_head * q_len
     lse_M = _load_rows(lse_ptr + row, i_M, q_len, True)
     dlse_M = _load_rows(dlse_ptr + row, i_M, q_len, True)
     delta_M = tl.where(lse_M == float("-inf"), 0.0, tl.sum(out_MD * dout_MD, 1) - dlse_M)
@@ -52,8 +48,8 @@ def _bwd_delta_kernel(
 
 @triton.jit
 def _add_queries(
-    dk_ND, dv_ND, k_ND, v_ND, q, dout, lse_ptr, delta_ptr, b, h, j_N, blocks, mask, scale_log2e,
-    MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    dk_ND, dv_ND, k_ND, v_ND, q, dout, lse_ptr, delta_ptr, q_len, b, h, lo_N, hi_N, blocks, scale_log2e, cap,
+    MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Adds to a key tile's dK and dV what a head's query blocks give: those that need a mask, or the free."""
     start, stop = steps(blocks, MASKED)
@@ -61,118 +57,106 @@ def _add_queries(
         i = block_of_step(step, blocks, MASKED) * BLOCK_M
         i_M = i + tl.arange(0, BLOCK_M)
         q_MD = load_tile(q, b, h, i, BLOCK_M, BLOCK_D, MASKED)
-        dout_MD = load_tile(dout, b, h, i, BLOCK_M, BLOCK_D, MASKED)
-        lse_M = _load_rows(lse_ptr, i_M, mask[0], MASKED)
-        delta_M = _load_rows(delta_ptr, i_M, mask[0], MASKED)
-        s_NM = tl.dot(k_ND, q_MD.T, input_precision="ieee")
+        dout_MD = load_tile(dout, b, h, i, BLOCK_M, BLOCK_DV, MASKED)
+        lse_M = _load_rows(lse_ptr, i_M, q_len, MASKED)
+        delta_M = _load_rows(delta_ptr, i_M, q_len, MASKED)
+        s_NM = cap_scores(tl.dot(k_ND, q_MD.T, input_precision="ieee"), cap)
         p_NM = tl.exp2(s_NM * scale_log2e - (lse_M * LOG2_E)[None, :])
         if MASKED:
-            p_NM = tl.where(visible(i_M[None, :], j_N[:, None], *mask), p_NM, 0.0)
+            p_NM = tl.where(inside(i_M[None, :], lo_N[:, None], hi_N[:, None]), p_NM, 0.0)
         dv_ND = tl.dot(p_NM.to(dout_MD.dtype), dout_MD, dv_ND, input_precision="ieee")
         dp_NM = tl.dot(v_ND, dout_MD.T, input_precision="ieee")
-        ds_NM = p_NM * (dp_NM - delta_M[None, :])
+        ds_NM = cap_gradient(p_NM * (dp_NM - delta_M[None, :]), s_NM, cap)
         dk_ND = tl.dot(ds_NM.to(q_MD.dtype), q_MD, dk_ND, input_precision="ieee")
     return dk_ND, dv_ND
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _bwd_dkdv_kernel(
-    q, k, v, dout, dk, dv, lse_ptr, delta_ptr, scale, scale_log2e,
-    q_len, kv_len, num_kv_heads, group_size, left, right,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    q, k, v, dout, dk, dv, lse_ptr, delta_ptr, scale, scale_log2e, cap,
+    q_len, kv_len, num_kv_heads, group_size, left, right, bounds,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Writes one tile of dk and dv, summed over the query heads of its group in fp32 and in order.
 
-    Grid (batch * key heads * key tiles,), the first key tile, the longest if causal, first.
+    Grid (batch * key heads * key tiles,).
     """
-    num_tiles = tl.cdiv(kv_len, BLOCK_N)
-    batch_head = tl.program_id(0) // num_tiles
-    first = tl.program_id(0) % num_tiles * BLOCK_N
-    b = batch_head // num_kv_heads
-    h_kv = batch_head % num_kv_heads
-
-    mask = (q_len, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+    b, h_kv, batch_head, first = key_tile(kv_len, num_kv_heads, BLOCK_N)
+    mask = (b, q_len, kv_len, left, right, bounds)
     last = min(first + BLOCK_N, kv_len) - 1
     blocks = block_ranges(*query_bounds(first, *mask), *query_bounds(last, *mask), BLOCK_M)
 
-    j_N = first + tl.arange(0, BLOCK_N)
+    lo_N, hi_N = query_bounds(first + tl.arange(0, BLOCK_N), *mask)
     k_ND = load_tile(k, b, h_kv, first, BLOCK_N, BLOCK_D, True)
-    v_ND = load_tile(v, b, h_kv, first, BLOCK_N, BLOCK_D, True)
+    v_ND = load_tile(v, b, h_kv, first, BLOCK_N, BLOCK_DV, True)
     dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_ND = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for member in range(group_size):
         h = h_kv * group_size + member
-        row = (batch_head.to(tl.int64) * group_size + member) * q_len
+        row = (batch_head * group_size + member) * q_len
         for masked in tl.static_range(2):
             dk_ND, dv_ND = _add_queries(
-                dk_ND, dv_ND, k_ND, v_ND, q, dout, lse_ptr + row, delta_ptr + row, b, h, j_N, blocks, mask,
-                scale_log2e, masked, BLOCK_M, BLOCK_D,
+                dk_ND, dv_ND, k_ND, v_ND, q, dout, lse_ptr + row, delta_ptr + row, q_len, b, h, lo_N, hi_N, blocks,
+                scale_log2e, cap, masked, BLOCK_M, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
 
     store_tile(dk, dk_ND * scale, b, h_kv, first, BLOCK_N, BLOCK_D)
-    store_tile(dv, dv_ND, b, h_kv, first, BLOCK_N, BLOCK_D)
+    store_tile(dv, dv_ND, b, h_kv, first, BLOCK_N, BLOCK_DV)
 
 
 @triton.jit
 def _add_keys(
-    dq_MD, q_MD, dout_MD, lse_M, delta_M, k, v, b, h_kv, i_M, blocks, mask, scale_log2e,
-    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    dq_MD, q_MD, dout_MD, lse_M, delta_M, k, v, b, h_kv, lo_M, hi_M, blocks, scale_log2e, cap,
+    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Adds to a query tile's dQ what key blocks give: those that need a mask, or the free."""
     start, stop = steps(blocks, MASKED)
     for step in range(start, stop):
         j = block_of_step(step, blocks, MASKED) * BLOCK_N
         k_ND = load_tile(k, b, h_kv, j, BLOCK_N, BLOCK_D, MASKED)
-        v_ND = load_tile(v, b, h_kv, j, BLOCK_N, BLOCK_D, MASKED)
-        s_MN = tl.dot(q_MD, k_ND.T, input_precision="ieee")
+        v_ND = load_tile(v, b, h_kv, j, BLOCK_N, BLOCK_DV, MASKED)
+        s_MN = cap_scores(tl.dot(q_MD, k_ND.T, input_precision="ieee"), cap)
         p_MN = tl.exp2(s_MN * scale_log2e - (lse_M * LOG2_E)[:, None])
         if MASKED:
             j_N = j + tl.arange(0, BLOCK_N)
-            p_MN = tl.where(visible(i_M[:, None], j_N[None, :], *mask), p_MN, 0.0)
+            p_MN = tl.where(inside(j_N[None, :], lo_M[:, None], hi_M[:, None]), p_MN, 0.0)
         dp_MN = tl.dot(dout_MD, v_ND.T, input_precision="ieee")
-        ds_MN = p_MN * (dp_MN - delta_M[:, None])
+        ds_MN = cap_gradient(p_MN * (dp_MN - delta_M[:, None]), s_MN, cap)
         dq_MD = tl.dot(ds_MN.to(k_ND.dtype), k_ND, dq_MD, input_precision="ieee")
     return dq_MD
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _bwd_dq_kernel(
-    q, k, v, dout, dq, lse_ptr, delta_ptr, scale, scale_log2e,
-    q_len, kv_len, num_q_heads, group_size, left, right,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    q, k, v, dout, dq, lse_ptr, delta_ptr, scale, scale_log2e, cap,
+    q_len, kv_len, num_q_heads, group_size, left, right, bounds,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Writes one tile of dq. Grid (batch * heads * query tiles,), in the forward's order."""
-    num_tiles = tl.cdiv(q_len, BLOCK_M)
-    batch_head = tl.program_id(0) // num_tiles
-    first = (num_tiles - 1 - tl.program_id(0) % num_tiles) * BLOCK_M
-    b = batch_head // num_q_heads
-    h = batch_head % num_q_heads
-    h_kv = h // group_size
-
-    mask = (q_len, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+    """Writes one tile of dq. Grid (batch * heads * query tiles,)."""
+    b, h, h_kv, batch_head, first = query_tile(q_len, num_q_heads, group_size, BLOCK_M)
+    mask = (b, q_len, kv_len, left, right, bounds)
     last = min(first + BLOCK_M, q_len) - 1
     blocks = block_ranges(*key_bounds(first, *mask), *key_bounds(last, *mask), BLOCK_N)
 
     i_M = first + tl.arange(0, BLOCK_M)
-    row = batch_head.to(tl.int64) * q_len
+    lo_M, hi_M = key_bounds(i_M, *mask)
+    row = batch_head * q_len
     lse_M = _load_rows(lse_ptr + row, i_M, q_len, True)
     delta_M = _load_rows(delta_ptr + row, i_M, q_len, True)
     q_MD = load_tile(q, b, h, first, BLOCK_M, BLOCK_D, True)
-    dout_MD = load_tile(dout, b, h, first, BLOCK_M, BLOCK_D, True)
+    dout_MD = load_tile(dout, b, h, first, BLOCK_M, BLOCK_DV, True)
     dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for masked in tl.static_range(2):
         dq_MD = _add_keys(
-            dq_MD, q_MD, dout_MD, lse_M, delta_M, k, v, b, h_kv, i_M, blocks, mask, scale_log2e,
-            masked, BLOCK_N, BLOCK_D,
+            dq_MD, q_MD, dout_MD, lse_M, delta_M, k, v, b, h_kv, lo_M, hi_M, blocks, scale_log2e, cap,
+            masked, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     store_tile(dq, dq_MD * scale, b, h, first, BLOCK_M, BLOCK_D)
 
 
 def backward(
     dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    left: int | None, right: int | None, scale: float, tiles: Tiles, needs_dq: bool, needs_dkdv: bool,
+    intervals: Intervals, scale: float, softcap: float, tiles: Tiles, needs_dq: bool, needs_dkdv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns dq, dk, dv, contiguous, like q, k, v; an empty tensor for what is not needed.
 
@@ -185,20 +169,20 @@ def backward(
     if kv_len == 0 or out.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     dout, q, k, v = addressable(dout), addressable(q), addressable(k), addressable(v)
-    BLOCK_D = padded_head_dim(q)
+    BLOCK_D, BLOCK_DV = padded_head_dim(q), padded_head_dim(v)
 
     delta = torch.empty_like(lse)
     grid = (batch * num_q_heads * triton.cdiv(q_len, DELTA_ROWS),)
     out_view, dout_view = (view(x, DELTA_ROWS, tiles.use_tma) for x in (out, dout))
     _bwd_delta_kernel[grid](
         out_view, dout_view, lse, dlse.contiguous(), delta, q_len, num_q_heads,
-        BLOCK_M=DELTA_ROWS, BLOCK_D=BLOCK_D,
+        BLOCK_M=DELTA_ROWS, BLOCK_DV=BLOCK_DV,
     )  # fmt: skip
 
     shared = dict(
-        lse_ptr=lse, delta_ptr=delta, scale=scale, scale_log2e=scale * math.log2(math.e),
+        lse_ptr=lse, delta_ptr=delta, scale=scale, **score_units(scale, softcap),
         q_len=q_len, kv_len=kv_len, group_size=num_q_heads // num_kv_heads,
-        **mask_arguments(left, right, q_len, kv_len), BLOCK_D=BLOCK_D,
+        **mask_arguments(intervals, q_len, kv_len), BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV,
     )  # fmt: skip
     if needs_dkdv:
         tile = tiles.dkdv
