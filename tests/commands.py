@@ -1,14 +1,21 @@
-"""The commands as a person types them, in this process: `train.py`, `flashtrain.evaluate`, `flashtrain.generate`."""
+"""The commands as a person types them, in this process: `train.py`, `python -m flashtrain.X`."""
 
 import shlex
 import sys
 
 import pytest
 
-from flashtrain import evaluate, fit, generate
+from flashtrain import bench, evaluate, fit, generate
+from flashtrain.config import RUN
 from flashtrain.entry import main
 
-VERBS = {"train.py": fit.run, "-m flashtrain.evaluate": evaluate.run, "-m flashtrain.generate": generate.run}
+# command -> the verb and the settings it takes
+VERBS = {
+    "train.py": (fit.run, RUN),
+    "-m flashtrain.evaluate": (evaluate.run, RUN),
+    "-m flashtrain.generate": (generate.run, RUN),
+    "-m flashtrain.bench": (bench.run, bench.ROOT),
+}
 
 SMALL = [
     "model.num_layers=1",
@@ -26,13 +33,27 @@ SMALL = [
     "trainer=cpu",
 ]
 
+SMALL_BENCH = [
+    "device=cpu",
+    "dtype=float32",
+    "variants=[standard,sdpa_math,sdpa_flash]",
+    "lengths=[64,128]",
+    "tokens=256",
+    "hidden_size=64",
+    "head_dims=[16]",
+    "window=10",
+    "longest_document=40",
+    "warmup=1",
+    "rounds=3",
+]
+
 
 def run_command(line: str, *overrides: str) -> None:
     """Run `python train.py ...` or `python -m flashtrain.X ...`; raises SystemExit with the sentence of a mistake."""
     python, *words = shlex.split(line)
     assert python == "python"
     size = 2 if words[0] == "-m" else 1
-    verb = VERBS[" ".join(words[:size])]
+    verb, root = VERBS[" ".join(words[:size])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [words[size - 1], *words[size:], *overrides])
-        main(verb)
+        main(verb, root)

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import SMALL, VERBS, run_command
+from commands import SMALL, SMALL_BENCH, VERBS, run_command
 
 from flashtrain.kernels.attention import NAMES
 
@@ -31,8 +31,12 @@ def test_the_two_commands_come_first():
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command != "python -m pytest"])
 def test_command_runs(folder, monkeypatch, command):
     monkeypatch.chdir(folder)
-    trains_anew = "train.py" in command and "resume=" not in command
-    small = [*SMALL, "model.vocab_size=257"] if trains_anew else ["generate.num_tokens=4", "eval.lengths=[65]"]
+    if "flashtrain.bench" in command:
+        small = SMALL_BENCH
+    elif "train.py" in command and "resume=" not in command:
+        small = [*SMALL, "model.vocab_size=257"]
+    else:
+        small = ["generate.num_tokens=4", "eval.lengths=[65]"]
     if "sdpa_cudnn" in command:
         with pytest.raises(SystemExit, match="sdpa_cudnn runs on cuda, not on cpu"):
             run_command(command, *small)
