@@ -95,8 +95,6 @@ def measure(
     Inputs and the gradient of out are normal numbers. The forward is that of training, with what the backward
     needs kept; a backward is that of out alone, from a forward just before it.
     """
-    # Variants that compile for the shapes they meet do so anew, and not for shapes in general.
-    torch.compiler.reset()
     q, k, v, dout = _inputs(problem, device, dtype, seed)
     spec = problem.spec(intervals, device, dtype)
     refused = {name: NoSpeed("-", reason) for name in variants if (reason := refusal(name, spec)) is not None}

@@ -37,7 +37,7 @@ class Masks:
         """What the mask shows, in words."""
         words = {
             "window": f"window of {self.window:,} keys",
-            "documents": f"packed documents of 1 to {self.longest_document:,} tokens, causal",
+            "documents": f"documents of 1 to {self.longest_document:,} tokens",
         }
         return words.get(name, name)
 

@@ -18,7 +18,7 @@ def save_plot(measurements: list[Measurement], given: Conditions, path: Path) ->
     panels = list(by_panel(measurements).values())
     passes = list(dict.fromkeys(found.pass_name for found in measurements))
     variants = list(dict.fromkeys(found.variant for found in measurements if found.tflops is not None))
-    figure = Figure(figsize=(5.4 * len(passes), 3.6 * len(panels) + 1), dpi=150, layout="constrained")
+    figure = Figure(figsize=(6 * len(passes), 3.6 * len(panels) + 1), dpi=150, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
     grid = figure.subplots(len(panels), len(passes), squeeze=False)
     for panel, row in zip(panels, grid, strict=True):

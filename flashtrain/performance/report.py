@@ -62,7 +62,7 @@ def panel_title(problem: Problem, given: Conditions) -> str:
     """What the problems of a table or a panel have in common."""
     heads = f"{problem.num_q_heads} heads"
     if problem.num_kv_heads != problem.num_q_heads:
-        heads += f", {problem.num_kv_heads} for keys and values"
+        heads += f" over {problem.num_kv_heads} KV heads"
     parts = [given.masks.label(problem.mask), f"head dim {problem.head_dim}", heads]
     return ", ".join(parts + ["interpreted"] * given.interpreted)
 
@@ -84,15 +84,13 @@ def describe(given: Conditions) -> str:
 
 
 def terminal_table(table: SpeedTable) -> Group:
-    drawn = Table(
-        title=escape(table.title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False
-    )
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False)
     drawn.add_column("TFLOP/s, ms")
     for heading in table.headings:
         drawn.add_column(heading, justify="right")
     for variant, cells in table.rows.items():
         drawn.add_row(variant, *(escape("\n".join(lines)) for lines in cells))
-    return Group(drawn, Text("\n".join(table.notes), style="dim"))
+    return Group(Text(table.title, style="bold"), drawn, *(Text(note, style="dim") for note in table.notes))
 
 
 def markdown(measurements: list[Measurement], given: Conditions) -> str:
