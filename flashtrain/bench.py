@@ -17,7 +17,7 @@ from flashtrain import runs
 from flashtrain.config import MOST_SEEDS, Root
 from flashtrain.device import resolve_type
 from flashtrain.entry import main
-from flashtrain.kernels.attention import NAMES
+from flashtrain.kernels.attention import NAMES, Intervals
 from flashtrain.performance.attention import FLOPS_PER_VISIBLE_PAIR, PASSES, Measurement, Problem, measure
 from flashtrain.performance.hardware import gpu_state
 from flashtrain.performance.masks import MASKS, Masks
@@ -186,7 +186,7 @@ def _panels(config: BenchConfig) -> list[list[Problem]]:
 
 def _conditions(config: BenchConfig, device: str, masks: Masks, facts: dict) -> Conditions:
     problem = _panels(config)[0][0]
-    spec = problem.spec(masks.intervals("full", 1, 1, device), device, DTYPES[config.dtype])
+    spec = problem.spec(Intervals.full(), device, DTYPES[config.dtype])
     return Conditions(
         device=facts["device"] if device == "cuda" else f"CPU ({platform.machine()})",
         dtype=config.dtype,

@@ -1,1 +1,1 @@
-"""What a speed means: operations per token and what the hardware could do."""
+"""What a speed means, how it is measured, and what the hardware could do."""

@@ -42,7 +42,7 @@ class SpeedTable:
     """variant -> for each heading TFLOP/s, milliseconds and the multiple, or a word in their place; without the
     variants that can do none of it."""
     notes: list[str]
-    """Who cannot do what."""
+    """Who cannot do what, and how far readings lie apart."""
 
 
 def speed_tables(measurements: list[Measurement], given: Conditions) -> list[SpeedTable]:
@@ -123,7 +123,12 @@ def as_row(measurement: Measurement) -> dict[str, object]:
         "readings_ms": [1e3 * seconds for seconds in result.seconds] if timed else None,
         "no_speed": None if timed else result.reason or result.word,
         "check": {
-            name: {"error": _finite(deviation.error), "allowed": deviation.allowed, "passes": deviation.passes}
+            name: {
+                "error": _finite(deviation.error),
+                "baseline": deviation.baseline,
+                "allowed": deviation.allowed,
+                "passes": deviation.passes,
+            }
             for name, deviation in (measurement.check or {}).items()
         },
     }
@@ -142,6 +147,9 @@ def _speed_table(group: list[Measurement], given: Conditions) -> SpeedTable:
             rows.setdefault(found.variant, []).append(_cell(found, baselines.get(column)))
         if (refusal := _refusal(found)) is not None:
             notes[f"{found.variant} {refusal}"] = None
+    spreads = [found.result.spread for found in group if isinstance(found.result, Timing)]
+    if spreads:
+        notes[f"at least half of the readings of each lie within {max(spreads):.1%} of their median"] = None
     return SpeedTable(panel_title(group[0].problem, given), list(headings.values()), rows, list(notes))
 
 

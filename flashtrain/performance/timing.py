@@ -71,6 +71,11 @@ class Timing:
         low, high = np.quantile(self.seconds, (0.25, 0.75))
         return float(low), float(high)
 
+    @property
+    def spread(self) -> float:
+        """Half of the readings lie within this share of the median."""
+        return max(abs(quartile - self.median) for quartile in self.quartiles) / self.median
+
 
 def interleaved(stages: Mapping[str, Stage], clock: Clock, *, warmup: int, rounds: int, seed: int) -> dict[str, Timing]:
     """Read every call once a round, in an order shuffled anew for each; `warmup` rounds before are not read."""

@@ -104,6 +104,16 @@ def test_what_does_not_fit_is_told_beside_what_does(variant_that):
     assert isinstance(found["standard", "forward"].result, Timing)
 
 
+def test_a_reference_that_does_not_fit_leaves_nothing_checked(monkeypatch):
+    def of(*inputs, **options):
+        raise torch.OutOfMemoryError("too much")
+
+    monkeypatch.setattr("flashtrain.performance.attention.Reference.of", of)
+    found = measured(["standard", "sdpa_cudnn"])
+    assert found["standard", "forward"].result == NoSpeed("no memory to check it")
+    assert found["sdpa_cudnn", "forward"].result.reason == "runs on cuda, not on cpu"
+
+
 def test_a_variant_that_cannot_says_why():
     found = measured(["sdpa_flash", "sdpa_cudnn"], Intervals.window(3, 0))
     assert found["sdpa_flash", "forward"].result.reason == "takes the full and the causal mask, not window(3, 0)"

@@ -71,6 +71,7 @@ def test_median_and_quartiles_leave_an_outlier_out():
     timing = Timing((5.0, 1.0, 3.0, 2.0, 900.0))
     assert timing.median == 3.0
     assert timing.quartiles == (2.0, 5.0)
+    assert timing.spread == pytest.approx(2 / 3)
 
 
 def test_nothing_keeps_a_call_while_the_next_is_prepared():
