@@ -4,6 +4,7 @@ from .api import attention
 from .intervals import Intervals
 from .parity import Deviation, Reference, deviations, make_qkv
 from .spec import AttentionSpec
+from .support import Support, markdown, support_table
 from .variants import NAMES, Unsupported, choose, refusal, require, resolve, supporting
 
 __all__ = [
@@ -12,13 +13,16 @@ __all__ = [
     "Deviation",
     "Intervals",
     "Reference",
+    "Support",
     "Unsupported",
     "attention",
     "choose",
     "deviations",
     "make_qkv",
+    "markdown",
     "refusal",
     "require",
     "resolve",
+    "support_table",
     "supporting",
 ]
