@@ -1,5 +1,6 @@
 """The table of variants: every limit refuses, every refusal says what would do, and "auto" takes the fastest."""
 
+import itertools
 import logging
 import os
 import subprocess
@@ -181,6 +182,17 @@ def test_auto_takes_the_fastest_that_serves(spec, expected):
     assert reason.startswith("the fastest that can serve this call")
 
 
+def test_auto_needs_no_flex_where_flash_v2_serves():
+    changes = itertools.product(
+        (TURING, 80, 89, 90, 120), (torch.float16, torch.float32), (8, 16, 100, 256), (64, 136), (0, 1, 100)
+    )
+    for sm, dtype, D, Dv, q_len in changes:
+        for intervals, softcap, needs_lse in ((DOCUMENTS, 30.0, True), (WINDOW, 0.0, False)):
+            asked = {"sm": sm, "dtype": dtype, "head_dim": D, "v_head_dim": Dv, "q_len": q_len}
+            spec = replace(H200, **asked, intervals=intervals, softcap=softcap, needs_lse=needs_lse)
+            assert refusal("flash_v2", spec) is None or refusal("flex", spec) is not None, asked
+
+
 def test_auto_says_what_it_passed_over():
     assert "sdpa_cudnn returns no log-sum-exp" in choose(replace(H200, needs_lse=True))[1]
 
@@ -243,10 +255,11 @@ def test_the_door_opens_without_triton():
 import sys
 sys.modules["triton"] = None
 import torch
-from flashtrain.kernels.attention import Intervals, attention
+from flashtrain.kernels.attention import Intervals, attention, support_table
 q, k, v = torch.randn(3, 1, 4, 2, 16)
 attention(q, k, v, Intervals.causal())
 torch.ops.flashtrain.flash_v2.default, torch.ops.flashtrain.flash_v2_backward.default
+support_table()
 """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     root = Path(__file__).parents[2]
