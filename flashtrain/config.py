@@ -8,7 +8,7 @@ a `Root` of its own instead.
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -216,6 +216,18 @@ def unknown_key(full_key: str, group: type) -> str:
     if near:
         return f"there is no setting {full_key}; did you mean {where}{near[0]}?"
     return f"there is no setting {full_key}; allowed are {', '.join(where + name for name in names)}"
+
+
+def not_among(key: str, names: Iterable[str], allowed: Iterable[str]) -> list[str]:
+    """Problems of a list of names: it is empty, or has one that is not allowed, told with the nearest that is."""
+    names, allowed = list(names), list(allowed)
+    problems = [] if names else [f"{key} is empty; give at least one of {', '.join(allowed)}"]
+    for name in names:
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}? " if near else ""
+            problems.append(f"{key} has {name}; {hint}allowed are {', '.join(allowed)}")
+    return problems
 
 
 def _refuse_unknown_keys(node: DictConfig, prefix: str = "") -> None:

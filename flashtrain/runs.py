@@ -86,10 +86,21 @@ def provenance(**facts: object) -> dict[str, object]:
         "commit": _commit(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         **facts,
     }
+
+
+def versions(facts: dict[str, object]) -> str:
+    """The versions and the commit that a kernel's figures depend on, in words, from `provenance`."""
+    named = {name: facts["packages"][name] for name in ("torch", "triton")}
+    named |= {"CUDA": facts["cuda"], "cuDNN": facts["cudnn"]}
+    if commit := facts["commit"]:
+        named["commit"] = commit[:7] + "+" * commit.endswith("+")
+    return ", ".join(f"{name} {value}" for name, value in named.items() if value)
 
 
 def write_json(path: Path, values: dict[str, object]) -> None:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from flashtrain import bench, evaluate, fit, generate
+from flashtrain import bench, check, evaluate, fit, generate
 from flashtrain.config import RUN
 from flashtrain.entry import main
 
@@ -14,6 +14,7 @@ VERBS = {
     "train.py": (fit.run, RUN),
     "-m flashtrain.evaluate": (evaluate.run, RUN),
     "-m flashtrain.generate": (generate.run, RUN),
+    "-m flashtrain.check": (check.run, check.ROOT),
     "-m flashtrain.bench": (bench.run, bench.ROOT),
 }
 
@@ -31,6 +32,16 @@ SMALL = [
     "eval.max_anchors=2",
     "generate.num_tokens=4",
     "trainer=cpu",
+]
+
+SMALL_CHECK = [
+    "device=cpu",
+    "masks=[full,causal,documents]",
+    "dtypes=[float32]",
+    "lengths=[[9,9],[5,12]]",
+    "heads=[[2,1]]",
+    "head_dims=[16]",
+    "v_head_dim=8",
 ]
 
 SMALL_BENCH = [

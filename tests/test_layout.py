@@ -20,6 +20,7 @@ NOUNS = {"model", "data", "training", "evaluation", "performance"}
 ALLOWED = {
     "errors": set(),
     "charts": set(),
+    "accuracy": {DOOR},
     "performance": {DOOR, "charts"},
     "data": set(),
     "evaluation": {"charts"},
@@ -30,6 +31,7 @@ ALLOWED = {
     "config": {"runs", "device", "model", "training", "evaluation"},
     "assembly": {"config", "runs", "device", DOOR, *NOUNS},
     "entry": {"config", DOOR},
+    "check": {"config", "runs", "device", "entry", "accuracy", DOOR},
     "bench": {"config", "runs", "device", "entry", "performance", DOOR},
     **{verb: {"assembly", "config", "runs", "entry", *NOUNS, *VERBS} for verb in VERBS},
 }

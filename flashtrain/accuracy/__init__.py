@@ -1,0 +1,1 @@
+"""How near attention comes to the right numbers on this device."""

@@ -1,0 +1,186 @@
+"""`python -m flashtrain.check` from the command line to its exit status, on a CPU."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from commands import SMALL_CHECK, run_command
+
+from flashtrain.accuracy.cases import CHUNK, DTYPES, MASKS, ROWS, WINDOW, covering
+from flashtrain.kernels.attention.variants import VARIANTS, Variant
+
+COMMAND = "python -m flashtrain.check"
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch, capsys):
+    """check("key=value", ...) -> (what the terminal shows, the JSON file, the exit status)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*overrides):
+        status = 0
+        try:
+            run_command(COMMAND, *SMALL_CHECK, "output=found.json", *overrides)
+        except SystemExit as stop:
+            status = stop.code
+        return capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text()), status
+
+    return run
+
+
+def mistake(*overrides):
+    with pytest.raises(SystemExit) as stop:
+        run_command(COMMAND, *overrides)
+    return stop.value.code.removeprefix("error: ")
+
+
+def replace_attend(monkeypatch, name, attend):
+    monkeypatch.setitem(VARIANTS, name, Variant("for a test", lambda spec: None, attend))
+
+
+class SlightlyWrong(torch.autograd.Function):
+    """The identity, whose gradient is a little more."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (1 + 1e-4)
+
+
+def test_what_is_right_passes_and_the_file_has_what_the_terminal_shows(check):
+    shown, found, status = check("variants=[standard,sdpa_math]")
+    assert status == 0
+    results = Counter((row["variant"], row["result"]) for row in found["results"])
+    assert results == {
+        ("standard", "passed"): 12, ("sdpa_math", "passed"): 9, ("sdpa_math", "skipped"): 3,
+    }  # fmt: skip
+    assert "21 passed, 0 failed, 3 skipped" in shown
+    assert "sdpa_math caps no scores, and softcap is 5.0 (3 of 12 cases)" in shown
+    for variant, tensors in (("standard", ["out", "lse", "dq", "dk", "dv"]), ("sdpa_math", ["out", "dq", "dk", "dv"])):
+        rows = [row for row in found["results"] if row["variant"] == variant and row["result"] == "passed"]
+        assert all(list(row["tensors"]) == tensors for row in rows)
+        (line,) = [line for line in shown.splitlines() if line.split()[:2] == [variant, "float32"]]
+        for name in tensors:
+            figures = [row["tensors"][name] for row in rows]
+            largest = [max(figure[key] for figure in figures) for key in ("error", "baseline")]
+            assert "/".join(f"{value:.1e}".replace("e-0", "e-") for value in largest) in line
+        assert all(figure["error"] <= figure["allowed"] for row in rows for figure in row["tensors"].values())
+    assert found["provenance"]["packages"]["torch"] in shown
+    assert max(map(len, shown.splitlines())) <= 120
+
+
+def test_a_slightly_wrong_gradient_is_found(check, monkeypatch):
+    right = VARIANTS["standard"].attend
+    replace_attend(monkeypatch, "sdpa_math", lambda q, k, *rest: right(q, SlightlyWrong.apply(k), *rest))
+    shown, found, status = check("variants=[standard,sdpa_math]")
+    assert status == 1
+    assert "12 passed, 12 failed, 0 skipped" in shown
+    wrong = {
+        (row["variant"], name)
+        for row in found["results"]
+        for name, figure in row["tensors"].items()
+        if not figure["passes"]
+    }
+    assert wrong == {("sdpa_math", "dk")}
+    told = " ".join(shown.split())  # whole lines, however the terminal wraps them
+    assert "sdpa_math, full, 9 queries, 9 keys, heads 2/1, head dim 16, float32: dk[" in told
+    assert "is right: error" in told and "> allowed" in told
+
+
+def test_what_a_variant_raises_fails_its_cases_and_ends_nothing(check, monkeypatch):
+    def attend(*arguments):
+        raise RuntimeError("no kernel image\nand a long trace")
+
+    replace_attend(monkeypatch, "sdpa_flash", attend)
+    shown, found, status = check("variants=[sdpa_flash,standard]")
+    assert status == 1
+    reasons = {row["reason"] for row in found["results"] if row["variant"] == "sdpa_flash"}
+    assert reasons == {"RuntimeError: no kernel image"}
+    assert "raised" in shown and "a long trace" not in shown
+    assert "12 passed, 12 failed" in shown
+
+
+def test_nan_is_null_in_the_file(check, monkeypatch):
+    right = VARIANTS["standard"].attend
+
+    def attend(*arguments):
+        out, lse = right(*arguments)
+        return out * torch.nan, lse
+
+    replace_attend(monkeypatch, "sdpa_math", attend)
+    _, found, status = check("variants=[sdpa_math]", "masks=[full]")
+    assert status == 1
+    assert {row["tensors"]["out"]["error"] for row in found["results"]} == {None}
+
+
+def test_all_variants_are_told_of_and_refused_kinds_of_calls_once(check):
+    shown, found, status = check()
+    assert status == 0
+    assert {row["variant"] for row in found["results"]} == set(VARIANTS)
+    assert "flex runs on cuda (12 of 12 cases)" in shown
+    assert "sdpa_flash takes one head dimension for q, k and v (3 of 12 cases)" in shown
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("variants=[flash_v3]", "variants has flash_v3; did you mean flash_v2? allowed are standard, flash_v2,"),
+        ("variants=[auto]", "variants has auto; allowed are standard,"),
+        ("variants=[]", "variants is empty; give at least one of standard,"),
+        ("masks=[casual]", "masks has casual; did you mean causal?"),
+        ("dtypes=[float64]", "dtypes has float64; did you mean float"),
+        ("lengths=[[9]]", "lengths has [9]; each must be two numbers of at least 1"),
+        ("lengths=[]", "lengths is empty; give at least one"),
+        ("heads=[[4,3]]", "heads has [4, 3]; query heads must be a multiple of KV heads"),
+        ("head_dims=[0]", "head_dims has 0; all must be at least 1"),
+        ("softcap=-1", "softcap is -1.0; it must be above 0"),
+        ("v_head_dim=0", "v_head_dim is 0; it must be at least 1"),
+        ("seed=-1", "seed is -1; it must be at least 0"),
+        ("output=nowhere/found.json", "output is nowhere/found.json and there is no folder nowhere; make it first"),
+        ("device=tpu", "device is tpu; allowed are auto, cpu and cuda"),
+        ("train.steps=3", "there is no setting train; allowed are device, variants,"),
+        ("variant=[standard]", "there is no setting variant; did you mean variants?"),
+    ],
+)
+def test_a_mistake_ends_in_one_sentence(override, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert mistake(override).startswith(sentence)
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_mask_meets_every_choice():
+    choices = {"dtype": list(DTYPES), "head_dim": [64, 128, 72], "length": [(1, 9), (9, 9), (9, 4), (4, 9)]}
+    heads = [(4, 4), (4, 2), (3, 1)]
+    cases = covering(
+        list(MASKS), choices["dtype"], choices["length"], heads, choices["head_dim"], softcap=5.0, v_head_dim=32, seed=0
+    )
+    for mask in MASKS:
+        plain = [case for case in cases if case.group == mask]
+        assert {case.dtype for case in plain} == set(choices["dtype"])
+        assert {case.head_dim for case in plain} == set(choices["head_dim"])
+        assert {(case.q_len, case.kv_len) for case in plain} == set(choices["length"])
+        assert {(case.q_heads, case.kv_heads) for case in plain} == set(heads)
+        special = [case for case in cases if case.mask == mask and case.group != mask]
+        assert [(case.softcap, case.v_head_dim) for case in special][0] == (5.0, special[0].head_dim)
+        assert [(case.softcap, case.v_head_dim) for case in special][1] == (0.0, 32)
+    pairs = {(case.dtype, case.head_dim) for case in cases}
+    assert len(pairs) == 9
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(130, 130), (130, 70), (70, 130)])
+def test_masks_are_what_their_names_say(q_len, kv_len):
+    shown = {}
+    for mask in MASKS:
+        (case,) = covering([mask], ["float32"], [(q_len, kv_len)], [(2, 1)], [16], softcap=0.0, v_head_dim=None, seed=3)
+        shown[mask] = case.intervals("cpu").dense(q_len, kv_len).expand(ROWS, -1, -1)
+    causal = shown["causal"]
+    assert shown["full"].all() and not causal.all()
+    for mask, most in (("window", WINDOW), ("chunked", CHUNK), ("documents", kv_len)):
+        assert not (shown[mask] & ~causal).any() or mask == "documents" and q_len != kv_len
+        assert 0 < shown[mask].sum(dim=-1).max() <= most and shown[mask].sum() < causal.sum()
+    assert not torch.equal(*shown["documents"])
+    assert (causal & ~shown["prefix_lm"]).sum() == 0 and not torch.equal(*shown["prefix_lm"])
