@@ -16,7 +16,9 @@ from torch.nn.functional import pad
 
 from .intervals import Intervals
 
+# Tokens on each side of a block, which every tile that FlexAttention picks divides.
 BLOCK = 128
+# Compiled by the calls outside a graph; one more is an error, never PyTorch's dense fallback.
 MAX_SHAPES = 256
 
 
@@ -26,7 +28,6 @@ def flex(
     """The kernels, part of the graph that is being compiled or, without one, compiled here for each new shape."""
     if torch.compiler.is_compiling():
         return attend_with(flex_attention, q, k, v, intervals, scale, softcap)
-    # Beyond its limit torch.compile would give up; the default of 8 is soon reached by shapes.
     with torch._dynamo.config.patch(recompile_limit=MAX_SHAPES):
         return attend_with(_compiled(), q, k, v, intervals, scale, softcap)
 
