@@ -157,6 +157,9 @@ def test_a_damaged_config_of_a_run_is_a_mistake(mistake, saved_run):
     values.train.stepz = 3
     OmegaConf.save(values, path)
     assert "does not fit the settings of this version: Key 'stepz' not in 'TrainConfig'" in mistake(f"run={saved_run}")
+    del values.train.stepz, values.model.windows, values.train.steps
+    OmegaConf.save(values, path)
+    assert "the settings of this version: give it model.windows, train.steps" in mistake(f"run={saved_run}")
 
 
 def test_sweep_settles_each_job(monkeypatch, tmp_path):

@@ -53,6 +53,22 @@ def test_a_run_says_and_leaves_what_it_found(tmp_path, capsys):
     assert facts["packages"]["torch"] and facts["corpus"] and facts["attention"] == "sdpa_flash"
 
 
+def test_documents_apart_and_windows_from_the_command_to_the_evaluation(tmp_path, caplog, capsys):
+    (tmp_path / "notes").mkdir()
+    for number in range(40):  # each a row or two
+        (tmp_path / f"notes/{number}.txt").write_text(" ".join(f"{number} and {i}" for i in range(12)))
+    windows = ["data.path=notes", "model.num_layers=2", "model.windows=[16,null]"]
+    losses = set()
+    for output, apart in (("apart", True), ("together", False)):
+        train(f"output={output}", *windows, f"data.isolate_documents={apart}")
+        losses.add(json.loads((tmp_path / output / "result.json").read_text())["validation_loss"])
+    assert "2 rows of 64 with documents apart, " in caplog.text and "2 rows of 64, " in caplog.text
+    assert len(losses) == 2
+    capsys.readouterr()
+    run_command("python -m flashtrain.evaluate run=apart")
+    assert "Perplexity of the first L tokens" in capsys.readouterr().out
+
+
 def test_one_text_file_is_enough(tmp_path, caplog):
     (tmp_path / "input.txt").write_text("".join(f"line {i} of the only file\n" for i in range(300)))
     train("data.path=input.txt", "output=run")
@@ -131,6 +147,9 @@ def test_evaluate_scores_the_run_as_its_last_step_did(tmp_path):
         (["data.path=empty"], "data.path=empty needs .txt, .jsonl or .parquet files"),
         (["train.sequence_length=65536", "train.tokens_per_step=65536"], "tokens together and a row takes 65537"),
         (["attention=sdpa_cudnn"], "sdpa_cudnn runs on cuda, not on cpu; standard, flash_v2, sdpa_math, sdpa_flash"),
+        (["attention=sdpa_flash", "model.windows=[16]"], "sdpa_flash takes the full and the causal mask, not window"),
+        (["attention=sdpa_flash", "data.isolate_documents=true"], "the causal mask, not documents, chunks or a prefix"),
+        (["model.windows=[]"], "model.windows is empty; give at least one"),
         (["model.vocab_size=100"], "model.vocab_size is 100 and tokenizer bytes has 257 tokens"),
         (["data.tokenizer=none.json"], "data.tokenizer=none.json is no file"),
         (["output=books"], "output=books exists; name another"),

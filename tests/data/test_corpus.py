@@ -74,6 +74,20 @@ def test_rows_tile_the_stream(source, cache):
     assert stream.num_tokens - 1 - len(targets) < length
 
 
+@pytest.mark.parametrize("length", [1, 7, 64, 500])
+def test_documents_of_a_row_start_where_the_stream_says(source, cache, length):
+    stream = opened(source, cache).train
+    document_of = np.repeat(np.arange(stream.num_documents), np.diff(stream.offsets))
+    pieces = []
+    for i in range(stream.num_rows(length)):
+        documents = stream.row_documents(i, length)
+        expected = document_of[i * length : (i + 1) * length + 1]
+        assert documents.dtype == np.int32
+        np.testing.assert_array_equal(documents, expected - expected[0])
+        pieces += np.unique(documents[:-1], return_counts=True)[1].tolist()
+    assert stream.piece_lengths(length).tolist() == pieces
+
+
 def test_empty_and_repeated_documents_are_left_out(tmp_path, cache):
     repeats = {f"again{i}": text for i, text in enumerate(numbered(40).values())}
     corpus = opened(write(tmp_path / "texts", numbered(40) | repeats | {"nothing": ""}), cache)

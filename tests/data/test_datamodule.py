@@ -9,9 +9,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from flashtrain.data.corpus import Corpus, TokenStream
-from flashtrain.data.datamodule import StepDataModule
+from flashtrain.data.datamodule import NOT_SCORED, StepDataModule
 from flashtrain.data.order import rows_for_step
 from flashtrain.errors import UserError
+from flashtrain.model.head import IGNORED
 
 S = 8
 
@@ -171,6 +172,72 @@ def test_less_than_a_row_is_refused(sizes, message):
 def test_exactly_a_row_is_enough(tmp_path):
     module, _ = fit(data_module(corpus=corpus(S + 1, S + 1), rows_per_step=2, num_steps=3), tmp_path)
     assert [rows_in(batch) for batch in module.train_batches] == 3 * [[0, 0]]
+
+
+# Documents apart
+
+PREFIX = 999
+DOCUMENTS = [3, 21, 8, 2, 2, 40, 9]  # tokens each: some end within a row, some at its edge, some span rows
+
+
+def stream_of_documents(lengths):
+    """Tokens that count up, but for the prefix token at the start of each document."""
+    offsets = np.cumsum([0, *lengths])
+    tokens = np.arange(offsets[-1], dtype=np.uint16)
+    tokens[offsets[:-1]] = PREFIX
+    return TokenStream(tokens, offsets, 0)
+
+
+def apart(isolate_documents=True):
+    made = Corpus("0123", "made-up tokens", "none", 0, 0, None, *2 * [stream_of_documents(DOCUMENTS)])
+    data = data_module(
+        corpus=made, validation_rows=1000, rows_per_step=5, num_steps=2, isolate_documents=isolate_documents
+    )
+    data.trainer = TwoRanks(0)
+    data.trainer.world_size = 1
+    return data
+
+
+def rows_of(loader):
+    """All rows of a loader's batches, one after another."""
+    batches = list(loader)
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def test_documents_are_counted_from_the_start_of_their_row():
+    for batch in apart().val_dataloader():
+        documents, starts = batch["documents"], batch["inputs"] == PREFIX
+        assert documents.dtype == torch.int32 and documents.is_contiguous()
+        assert (documents[:, 0] == 0).all()
+        assert torch.equal(documents.diff(dim=1), starts[:, 1:].int())
+
+
+def test_labels_never_cross_and_every_other_token_is_a_target_once():
+    rows = rows_of(apart().val_dataloader())
+    scored = rows["labels"] != NOT_SCORED
+    stream = stream_of_documents(DOCUMENTS)
+    targets = stream.tokens[1 : stream.num_rows(S) * S + 1]
+    assert rows["labels"][scored].tolist() == targets[targets != PREFIX].tolist()
+    assert ((~scored).sum(), scored.numel()) == ((targets == PREFIX).sum(), len(targets))
+
+
+def test_training_and_validation_rows_are_made_alike():
+    data = apart()
+    validation, training = rows_of(data.val_dataloader()), rows_of(data.train_dataloader())
+    order = np.concatenate([rows_for_step(step, seed=1, rows_per_step=5, num_rows=10) for step in range(2)])
+    for name in ("inputs", "labels", "documents"):
+        assert torch.equal(training[name], validation[name][order]), name
+
+
+def test_with_the_switch_off_there_are_no_documents_and_all_labels():
+    on, off = (rows_of(apart(switch).val_dataloader()) for switch in (True, False))
+    assert set(off) == {"inputs", "labels"}
+    assert torch.equal(on["inputs"], off["inputs"])
+    assert torch.equal(off["labels"].flatten()[:-1], off["inputs"].flatten()[1:])
+
+
+def test_the_label_that_is_not_scored_is_the_one_that_the_loss_leaves_out():
+    assert NOT_SCORED == IGNORED
 
 
 @pytest.mark.gpu

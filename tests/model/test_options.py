@@ -13,6 +13,20 @@ def test_nulls_are_written_out():
     assert options.resolve() == options
 
 
+@pytest.mark.parametrize(
+    ("windows", "written_out"),
+    [
+        (None, [None, None, None, None]),
+        ([8], [8, 8, 8, 8]),
+        ([8, 8, None], [8, 8, None, 8]),
+        ([1, 2, 3, 4, 5], [1, 2, 3, 4]),
+    ],
+    ids=str,
+)
+def test_windows_are_repeated_over_the_layers(windows, written_out):
+    assert preset("nano", windows=windows).resolve().windows == written_out
+
+
 @pytest.mark.parametrize(("hidden_size", "mlp_hidden_size"), [(192, 512), (768, 2048), (4096, 10944)])
 def test_swiglu_width_is_eight_thirds_rounded_up(hidden_size, mlp_hidden_size):
     options = preset("nano", hidden_size=hidden_size)
@@ -43,6 +57,9 @@ CONTRADICTIONS = {
     "kv-heads": ({"num_kv_heads": 4}, "model.num_heads=6 is not a multiple of model.num_kv_heads=4"),
     "learned-without-length": ({"positions": "learned"}, "model.positions=learned needs model.max_positions"),
     "rope-without-theta": ({"rope_theta": None}, "model.positions=rope needs model.rope_theta"),
+    "no-windows": ({"windows": []}, "model.windows is empty; give at least one"),
+    "window-of-nothing": ({"windows": [0, None]}, "model.windows=[0, None] must hold numbers of keys from 1"),
+    "softcap": ({"attention_softcap": 0.0}, "model.attention_softcap=0.0 must be above zero"),
     "rope-of-odd-heads": ({"head_dim": 33}, "model.positions=rope needs an even head dimension"),
 }
 

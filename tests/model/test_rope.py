@@ -41,6 +41,15 @@ def test_gradient_is_rotated_back_and_rounded_once():
     assert torch.equal(actual, backwards.bfloat16())
 
 
+def test_rows_may_have_positions_of_their_own():
+    x_BSHD = torch.randn(2, 5, 3, 16)
+    positions_BS = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])
+    rotated = rotate(x_BSHD, rope_table(positions_BS, 16, 10000.0))
+    for row in range(2):
+        expected = rotate(x_BSHD[row, None], rope_table(positions_BS[row], 16, 10000.0))
+        assert torch.equal(rotated[row, None], expected)
+
+
 def test_scores_depend_on_the_distance_only():
     q, k = torch.randn(2, 1, 1, 1, 64, dtype=torch.float64)
 
@@ -73,4 +82,5 @@ def test_bfloat16_model_rotates_position_16384_as_precisely_as_bfloat16_allows()
 
 
 def test_table_is_a_well_formed_operator():
-    torch.library.opcheck(rope_table, (torch.arange(5), 16, 10000.0))
+    for positions in (torch.arange(5), torch.arange(10).view(2, 5)):
+        torch.library.opcheck(rope_table, (positions, 16, 10000.0))

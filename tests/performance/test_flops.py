@@ -1,14 +1,15 @@
 import pytest
+import torch
 
 from flashtrain.kernels.attention import Intervals
-from flashtrain.performance.flops import PEAK_BF16_FLOPS, flops_per_token, mfu, peak_flops
+from flashtrain.performance.flops import PEAK_BF16_FLOPS, flops_per_token, mfu, peak_flops, visible_keys
 
 GPT2 = {"num_weights": 123_653_376, "num_layers": 12, "num_heads": 12, "head_dim": 64}
 
 
 def test_usual_and_visible_counts_of_gpt2():
     usual = flops_per_token(**GPT2, keys_per_query=2048)
-    visible = flops_per_token(**GPT2, keys_per_query=Intervals.causal().visible(1, 2048, 2048) / 2048)
+    visible = flops_per_token(**GPT2, keys_per_query=visible_keys(12 * [Intervals.causal()], [2048]))
     assert usual == 6 * 123_653_376 + 12 * 12 * 768 * 2048
     assert visible == 6 * 123_653_376 + 12 * 12 * 768 * 1024.5
 
@@ -18,6 +19,15 @@ def test_the_counts_part_at_long_context(length, gap):
     usual = flops_per_token(**GPT2, keys_per_query=length)
     visible = flops_per_token(**GPT2, keys_per_query=(length + 1) / 2)
     assert usual / visible - 1 == pytest.approx(gap, abs=0.015)
+
+
+@pytest.mark.parametrize("lengths", [[48], [20, 28], [5, 17, 26], 48 * [1], [16, 16, 16]], ids=str)
+def test_visible_keys_are_those_of_the_dense_masks(lengths):
+    """The mean over layers and queries of a row that holds sequences of these lengths."""
+    layers = [Intervals.window(7, 0), Intervals.causal(), Intervals.window(7, 0)]
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    dense = [mask.in_documents(documents).dense(48, 48).sum().item() for mask in layers]
+    assert visible_keys(layers, lengths) == pytest.approx(sum(dense) / (3 * 48), rel=1e-12)
 
 
 def test_mfu_is_a_share_of_the_dense_peak_and_none_without_one():

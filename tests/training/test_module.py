@@ -93,6 +93,23 @@ def test_micro_batches_do_not_change_the_step(tmp_path, micro_batch_rows):
     torch.testing.assert_close(losses[0], losses[1])
 
 
+def test_documents_go_with_their_rows_and_none_without(tmp_path):
+    fed = []
+
+    def with_documents(step, batch):
+        return batch | {"documents": batch["inputs"].int()}
+
+    for edit in (with_documents, lambda step, batch: batch):
+        module = make_module(1, micro_batch_rows=3)
+        module.model.register_forward_hook(lambda _, arguments, __: fed.append(arguments))
+        fit(tmp_path, module, Steps(1, edit), num_steps=1)
+    training = [arguments for arguments in fed if len(arguments[0]) < ROWS]
+    assert [len(inputs) for inputs, _ in training] == 2 * [3, 3, 2]
+    for inputs, documents in training[:3]:
+        assert torch.equal(documents, inputs.int())
+    assert [documents for _, documents in training[3:]] == 3 * [None]
+
+
 def test_the_gradient_is_clipped_to_the_norm_and_null_leaves_it(tmp_path):
     class UsedNorms(Callback):
         """The norm of the gradient that the optimizer took."""
