@@ -184,6 +184,17 @@ def test_new_documents_compile_nothing_anew():
     assert counter.frame_count == 2
 
 
+def test_a_shape_too_many_is_an_error_and_no_slow_way_out(monkeypatch):
+    torch._dynamo.reset()
+    compiled = torch.compile(torch_flex.flex_attention, backend="eager", fullgraph=True, dynamic=False)
+    monkeypatch.setattr(flex, "_compiled", lambda: compiled)
+    monkeypatch.setattr(flex, "MAX_SHAPES", 2)
+    for S in (8, 9):
+        flex.flex(*make_qkv(1, S, S, 2, 2, 16), Intervals.causal(), 0.25)
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        flex.flex(*make_qkv(1, 10, 10, 2, 2, 16), Intervals.causal(), 0.25)
+
+
 def test_it_is_part_of_a_graph_that_is_compiled():
     """The mask is made within the graph, which new documents do not change either."""
     torch._dynamo.reset()
