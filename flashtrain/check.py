@@ -13,7 +13,7 @@ from rich.progress import track
 from flashtrain import runs
 from flashtrain.accuracy.cases import DTYPES, MASKS, covering
 from flashtrain.accuracy.measurement import measure
-from flashtrain.accuracy.report import as_row, terminal_report
+from flashtrain.accuracy.report import as_row, support_report, terminal_report
 from flashtrain.config import MOST_SEEDS, Root, not_among
 from flashtrain.device import resolve_type
 from flashtrain.entry import main
@@ -98,8 +98,10 @@ def run(config: CheckConfig) -> None:
         seed=config.seed,
     )
     variants = VARIANTS if config.variants is None else config.variants
+    console.print(support_report(variants), "")
     outcomes = []
-    for case in track(cases, f"{len(cases)} cases on {device}", console=console, transient=True):
+    description = f"{len(cases)} cases on {device}"
+    for case in track(cases, description, console=console, transient=True, disable=not console.is_terminal):
         outcomes += measure(case, variants, device)
     outcomes.sort(key=lambda outcome: variants.index(outcome.variant))
     facts = runs.provenance()

@@ -69,6 +69,7 @@ def test_what_is_right_passes_and_the_file_has_what_the_terminal_shows(check):
             largest = [max(figure[key] for figure in figures) for key in ("error", "baseline")]
             assert "/".join(f"{value:.1e}".replace("e-0", "e-") for value in largest) in line
         assert all(figure["error"] <= figure["allowed"] for row in rows for figure in row["tensors"].values())
+    assert "CUDA sm_80" not in shown
     assert found["provenance"]["packages"]["torch"] in shown
     assert max(map(len, shown.splitlines())) <= 120
 
@@ -121,6 +122,8 @@ def test_all_variants_are_told_of_and_refused_kinds_of_calls_once(check):
     shown, found, status = check()
     assert status == 0
     assert {row["variant"] for row in found["results"]} == set(VARIANTS)
+    supports = shown[: shown.index("Largest error")]
+    assert all(f"\n {name} " in supports for name in VARIANTS)
     assert "flex runs on cuda (12 of 12 cases)" in shown
     assert "sdpa_flash takes one head dimension for q, k and v (3 of 12 cases)" in shown
 

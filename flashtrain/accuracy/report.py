@@ -14,9 +14,34 @@ from rich.table import Table
 from rich.text import Text
 
 from flashtrain.accuracy.measurement import Outcome
-from flashtrain.kernels.attention import Deviation
+from flashtrain.kernels.attention import Deviation, support_table
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
+
+# Field of Support -> a heading short enough for a terminal.
+SUPPORT_HEADINGS = {
+    "name": "variant",
+    "runs_on": "runs on",
+    "dtypes": "dtypes",
+    "head_dim": "head dim",
+    "own_v_head_dim": "own V",
+    "masks": "masks",
+    "unequal_lengths": "Sq ≠ Sk",
+    "grouped_heads": "GQA",
+    "softcap": "softcap",
+    "lse": "LSE",
+}
+
+
+def support_report(variants: Sequence[str]) -> Table:
+    """What each of the variants can do, on this device or another."""
+    table = _table("What each variant supports")
+    for field, heading in SUPPORT_HEADINGS.items():
+        table.add_column(heading, no_wrap=field == "name", overflow="fold")
+    for row in support_table():
+        if row.name in variants:
+            table.add_row(*(getattr(row, field).replace("`", "") for field in SUPPORT_HEADINGS))
+    return table
 
 
 def terminal_report(outcomes: Sequence[Outcome]) -> Group:
@@ -73,7 +98,7 @@ def _errors(outcomes: Iterable[Outcome], name: str) -> str:
 
 
 def _ratio_table(outcomes: Sequence[Outcome]) -> Table:
-    table = _table("Largest error as a part of what is allowed (above 1 is a failure; - is refused)")
+    table = _table("Largest error as a part of what is allowed (above 1 fails; - is refused)")
     table.add_column("variant", no_wrap=True)
     masks_first = sorted(outcomes, key=lambda outcome: outcome.case.group != outcome.case.mask)
     groups = list(dict.fromkeys(outcome.case.group for outcome in masks_first))
