@@ -64,7 +64,7 @@ def _lists_are_right(intervals: Intervals, Sq: int, Sk: int) -> None:
             assert torch.equal(masked + full, shows.int())
         for tensor in (num_blocks, indices, num_full, full_indices):
             assert tensor.dtype == torch.int32 and tensor.is_contiguous()
-        assert all((0 <= x).all() and (x < shows.shape[2]).all() for x in (indices, full_indices))
+        assert all((x >= 0).all() and (x < shows.shape[2]).all() for x in (indices, full_indices))
 
 
 @pytest.mark.parametrize("intervals", WINDOWS, ids=str)
