@@ -5,7 +5,6 @@
 
 import platform
 import shlex
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from rich.console import Console
 
 from flashtrain import runs
-from flashtrain.config import MOST_SEEDS, Root
+from flashtrain.config import MOST_SEEDS, Root, not_among, once_each
 from flashtrain.device import resolve_type
 from flashtrain.entry import main
 from flashtrain.kernels.attention import NAMES, Intervals
@@ -73,10 +72,10 @@ class BenchConfig:
             if (value := getattr(self, name)) is not None and value < 1
         ]
         problems += [
-            *_chosen("variants", self.variants if self.variants is not None else VARIANTS, VARIANTS),
-            *_chosen("masks", self.masks, MASKS),
-            *_chosen("passes", self.passes, PASSES),
-            *_chosen("dtype", [self.dtype], list(DTYPES)),
+            *not_among("variants", self.variants if self.variants is not None else VARIANTS, VARIANTS),
+            *not_among("masks", self.masks, MASKS),
+            *not_among("passes", self.passes, PASSES),
+            *not_among("dtype", [self.dtype], DTYPES),
             *_counts("head_dims", self.head_dims),
             *_counts("lengths", self.lengths),
         ]
@@ -120,7 +119,7 @@ def run(config: BenchConfig) -> None:
     console = Console()
     device = resolve_type("device", config.device)
     folder = runs.new_folder(config.output, "bench")
-    facts = runs.provenance(cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version())
+    facts = runs.provenance()
     masks = Masks(config.window, config.longest_document, config.seed)
     clock: Clock = CudaClock() if device == "cuda" else HostClock()
     given = _conditions(config, device, masks, facts)
@@ -200,22 +199,8 @@ def _conditions(config: BenchConfig, device: str, masks: Masks, facts: dict) -> 
 
 
 def _made_with(facts: dict) -> str:
-    versions = {name: facts["packages"][name] for name in ("torch", "triton")}
-    versions |= {"CUDA": facts["cuda"], "cuDNN": facts["cudnn"], "commit": _short(facts["commit"])}
     command = shlex.join(["python", "-m", "flashtrain.bench", *facts["command"][1:]])
-    return f"({', '.join(f'{name} {value}' for name, value in versions.items() if value)}; `{command}`)"
-
-
-def _short(commit: str | None) -> str | None:
-    return commit and commit[:7] + "+" * commit.endswith("+")
-
-
-def _chosen(key: str, values: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """Problems of a list of names."""
-    unknown = [value for value in values if value not in allowed]
-    if unknown:
-        return [f"{key} has {_words(unknown)}; allowed are {_words(allowed)}"]
-    return _once_each(key, values)
+    return f"({runs.versions(facts)}; `{command}`)"
 
 
 def _counts(key: str, values: Sequence[int]) -> list[str]:
@@ -223,14 +208,7 @@ def _counts(key: str, values: Sequence[int]) -> list[str]:
     small = [value for value in values if value < 1]
     if small:
         return [f"{key} has {_words(small)}; all must be at least 1"]
-    return _once_each(key, values)
-
-
-def _once_each(key: str, values: Sequence[object]) -> list[str]:
-    if not values:
-        return [f"{key} is empty; give at least one"]
-    twice = [value for value, count in Counter(values).items() if count > 1]
-    return [f"{key} has {_words(twice)} more than once; name each once"] if twice else []
+    return once_each(key, values)
 
 
 def _words(values: Sequence[object]) -> str:

@@ -14,7 +14,7 @@ from flashtrain import runs
 from flashtrain.accuracy.cases import DTYPES, MASKS, covering
 from flashtrain.accuracy.measurement import measure
 from flashtrain.accuracy.report import as_row, support_report, terminal_report
-from flashtrain.config import MOST_SEEDS, Root, not_among
+from flashtrain.config import MOST_SEEDS, Root, not_among, once_each
 from flashtrain.device import resolve_type
 from flashtrain.entry import main
 from flashtrain.kernels.attention import NAMES
@@ -58,11 +58,11 @@ class CheckConfig:
             *not_among("masks", self.masks, MASKS),
             *not_among("dtypes", self.dtypes, DTYPES),
             *_pairs("lengths", self.lengths),
-            *_pairs("long_lengths", self.long_lengths),
+            *(_pairs("long_lengths", self.long_lengths) if self.long_lengths else []),
             *_pairs("heads", self.heads),
             *(f"heads has {pair}; query heads must be a multiple of KV heads" for pair in self._uneven_heads()),
             *(f"head_dims has {dim}; all must be at least 1" for dim in self.head_dims if dim < 1),
-            *(f"{key} is empty; give at least one" for key in ("lengths", "heads", "head_dims") if not vars(self)[key]),
+            *once_each("head_dims", self.head_dims),
         ]
         if self.softcap < 0:
             problems.append(f"softcap is {self.softcap}; it must be above 0, or 0 for no such case")
@@ -116,7 +116,7 @@ def run(config: CheckConfig) -> None:
 
 def _pairs(key: str, values: list[list[int]]) -> list[str]:
     wrong = [value for value in values if len(value) != 2 or min(value) < 1]
-    return [f"{key} has {value}; each must be two numbers of at least 1" for value in wrong]
+    return [f"{key} has {value}; each must be two numbers of at least 1" for value in wrong] or once_each(key, values)
 
 
 if __name__ == "__main__":

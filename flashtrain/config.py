@@ -8,7 +8,7 @@ a `Root` of its own instead.
 
 import difflib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -218,16 +218,24 @@ def unknown_key(full_key: str, group: type) -> str:
     return f"there is no setting {full_key}; allowed are {', '.join(where + name for name in names)}"
 
 
-def not_among(key: str, names: Iterable[str], allowed: Iterable[str]) -> list[str]:
-    """Problems of a list of names: it is empty, or has one that is not allowed, told with the nearest that is."""
-    names, allowed = list(names), list(allowed)
-    problems = [] if names else [f"{key} is empty; give at least one of {', '.join(allowed)}"]
+def not_among(key: str, names: Sequence[str], allowed: Iterable[str]) -> list[str]:
+    """Problems of a list of names: those of `once_each`, or what is not allowed, with the nearest that is."""
+    allowed = list(allowed)
+    problems = []
     for name in names:
         if name not in allowed:
             near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}? " if near else ""
             problems.append(f"{key} has {name}; {hint}allowed are {', '.join(allowed)}")
-    return problems
+    return problems or once_each(key, names)
+
+
+def once_each(key: str, values: Sequence[object]) -> list[str]:
+    """Problems of a list of choices: that it is empty, or has one twice."""
+    if not values:
+        return [f"{key} is empty; give at least one"]
+    twice = [value for index, value in enumerate(values) if value in values[:index]]
+    return [f"{key} has {', '.join(map(str, twice))} more than once; name each once"] if twice else []
 
 
 def _refuse_unknown_keys(node: DictConfig, prefix: str = "") -> None:

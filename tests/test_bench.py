@@ -162,7 +162,7 @@ def test_without_an_output_the_folder_has_the_time(tmp_path):
         ("variants=[]", "variants is empty; give at least one"),
         ("masks=[prefix]", "masks has prefix; allowed are causal, full, window, documents"),
         ("passes=[sideways]", "passes has sideways; allowed are forward, backward"),
-        ("dtype=float8", "dtype has float8; allowed are bfloat16, float16, float32"),
+        ("dtype=float8", "dtype has float8; did you mean float32? allowed are bfloat16, float16, float32"),
         ("device=tpu", "device is tpu; allowed are auto, cpu and cuda"),
         ("window=0", "window is 0; it must be at least 1"),
         ("rounds=0", "rounds is 0; it must be at least 1"),

@@ -133,7 +133,9 @@ def test_all_variants_are_told_of_and_refused_kinds_of_calls_once(check):
     [
         ("variants=[flash_v3]", "variants has flash_v3; did you mean flash_v2? allowed are standard, flash_v2,"),
         ("variants=[auto]", "variants has auto; allowed are standard,"),
-        ("variants=[]", "variants is empty; give at least one of standard,"),
+        ("variants=[]", "variants is empty; give at least one"),
+        ("dtypes=[float16,float16]", "dtypes has float16 more than once; name each once"),
+        ("lengths=[[9,9],[9,4],[9,9]]", "lengths has [9, 9] more than once; name each once"),
         ("masks=[casual]", "masks has casual; did you mean causal?"),
         ("dtypes=[float64]", "dtypes has float64; did you mean float"),
         ("lengths=[[9]]", "lengths has [9]; each must be two numbers of at least 1"),
