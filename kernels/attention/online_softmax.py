@@ -20,17 +20,20 @@ def softmax_start(BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def softmax_update(s_MN, row_max_M, row_sum_M, scale_log2e):
-    """Takes in a block of scores; returns its probabilities, the factor for what came before, the new state."""
+def softmax_update(s_MN, row_max_M, scale_log2e, MASKED: tl.constexpr):
+    """Takes in a block of scores, with a key for every row unless MASKED.
+
+    Returns its probabilities, the factor for what came before, the new maximum, and what the row sum gains: the
+    caller adds it after its product, which leaves registers to that.
+    """
     new_max_M = tl.maximum(row_max_M, tl.max(s_MN, 1))
     # (-inf) - (-inf) is NaN: a row without a key so far subtracts 0.
-    shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+    shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M) if MASKED else new_max_M
     p_MN = tl.exp2(s_MN * scale_log2e - (shift_M * scale_log2e)[:, None])
     # Subtracted before it is scaled, so that a maximum that stays gives exactly 1: the other order, as a fused
     # multiply-add, is off by one rounding in every block, and the row sum drifts with the length.
     rescale_M = tl.exp2((row_max_M - shift_M) * scale_log2e)
-    row_sum_M = row_sum_M * rescale_M + tl.sum(p_MN, 1)
-    return p_MN, rescale_M, new_max_M, row_sum_M
+    return p_MN, rescale_M, new_max_M, tl.sum(p_MN, 1)
 
 
 @triton.jit

@@ -31,9 +31,13 @@ def _load_rows(ptr, i_M, q_len, CLIP: tl.constexpr):
 
 @triton.jit
 def _bwd_delta_kernel(
-    out, dout, lse_ptr, dlse_ptr, delta_ptr, q_len, num_q_heads, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr
-):
-    """delta = rowsum(dO * O) - dLSE; 0 in rows that saw no key. Grid (batch * heads * row blocks,)."""
+    out, dout, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, q_len, num_q_heads,
+    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(dO * O) - dLSE, 0 in rows that saw no key; lse2 is the LSE to base 2.
+
+    Grid (batch * heads * row blocks,).
+    """
     b, h, _, batch_head, first = query_tile(q_len, num_q_heads, 1, BLOCK_M)
     out_MD = load_tile(out, b, h, first, BLOCK_M, BLOCK_DV, True).to(tl.float32)
     dout_MD = load_tile(dout, b, h, first, BLOCK_M, BLOCK_DV, True).to(tl.float32)
@@ -44,11 +48,12 @@ def _bwd_delta_kernel(
     dlse_M = _load_rows(dlse_ptr + row, i_M, q_len, True)
     delta_M = tl.where(lse_M == float("-inf"), 0.0, tl.sum(out_MD * dout_MD, 1) - dlse_M)
     tl.store(delta_ptr + row + i_M, delta_M, mask=i_M < q_len)
+    tl.store(lse2_ptr + row + i_M, lse_M * LOG2_E, mask=i_M < q_len)
 
 
 @triton.jit
 def _add_queries(
-    dk_ND, dv_ND, k_ND, v_ND, q, dout, lse_ptr, delta_ptr, q_len, b, h, lo_N, hi_N, blocks, scale_log2e, cap,
+    dk_ND, dv_ND, k_ND, v_ND, q, dout, lse2_ptr, delta_ptr, q_len, b, h, lo_N, hi_N, blocks, scale_log2e, cap,
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Adds to a key tile's dK and dV what a head's query blocks give: those that need a mask, or the free."""
@@ -58,14 +63,14 @@ def _add_queries(
         i_M = i + tl.arange(0, BLOCK_M)
         q_MD = load_tile(q, b, h, i, BLOCK_M, BLOCK_D, MASKED)
         dout_MD = load_tile(dout, b, h, i, BLOCK_M, BLOCK_DV, MASKED)
-        lse_M = _load_rows(lse_ptr, i_M, q_len, MASKED)
-        delta_M = _load_rows(delta_ptr, i_M, q_len, MASKED)
+        lse2_M = _load_rows(lse2_ptr, i_M, q_len, MASKED)
         s_NM = cap_scores(tl.dot(k_ND, q_MD.T, input_precision="ieee"), cap)
-        p_NM = tl.exp2(s_NM * scale_log2e - (lse_M * LOG2_E)[None, :])
+        p_NM = tl.exp2(s_NM * scale_log2e - lse2_M[None, :])
         if MASKED:
             p_NM = tl.where(inside(i_M[None, :], lo_N[:, None], hi_N[:, None]), p_NM, 0.0)
         dv_ND = tl.dot(p_NM.to(dout_MD.dtype), dout_MD, dv_ND, input_precision="ieee")
         dp_NM = tl.dot(v_ND, dout_MD.T, input_precision="ieee")
+        delta_M = _load_rows(delta_ptr, i_M, q_len, MASKED)
         ds_NM = cap_gradient(p_NM * (dp_NM - delta_M[None, :]), s_NM, cap)
         dk_ND = tl.dot(ds_NM.to(q_MD.dtype), q_MD, dk_ND, input_precision="ieee")
     return dk_ND, dv_ND
@@ -73,7 +78,7 @@ def _add_queries(
 
 @triton.jit(do_not_specialize=VARYING)
 def _bwd_dkdv_kernel(
-    q, k, v, dout, dk, dv, lse_ptr, delta_ptr, scale, scale_log2e, cap,
+    q, k, v, dout, dk, dv, lse2_ptr, delta_ptr, scale, scale_log2e, cap,
     q_len, kv_len, num_kv_heads, group_size, left, right, bounds,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -94,10 +99,10 @@ def _bwd_dkdv_kernel(
     for member in range(group_size):
         h = h_kv * group_size + member
         row = (batch_head * group_size + member) * q_len
-        for masked in tl.static_range(2):
+        for MASKED in tl.static_range(2):
             dk_ND, dv_ND = _add_queries(
-                dk_ND, dv_ND, k_ND, v_ND, q, dout, lse_ptr + row, delta_ptr + row, q_len, b, h, lo_N, hi_N, blocks,
-                scale_log2e, cap, masked, BLOCK_M, BLOCK_D, BLOCK_DV,
+                dk_ND, dv_ND, k_ND, v_ND, q, dout, lse2_ptr + row, delta_ptr + row, q_len, b, h, lo_N, hi_N, blocks,
+                scale_log2e, cap, MASKED, BLOCK_M, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
 
     store_tile(dk, dk_ND * scale, b, h_kv, first, BLOCK_N, BLOCK_D)
@@ -106,7 +111,7 @@ def _bwd_dkdv_kernel(
 
 @triton.jit
 def _add_keys(
-    dq_MD, q_MD, dout_MD, lse_M, delta_M, k, v, b, h_kv, lo_M, hi_M, blocks, scale_log2e, cap,
+    dq_MD, q_MD, dout_MD, lse2_M, delta_M, k, v, b, h_kv, lo_M, hi_M, blocks, scale_log2e, cap,
     MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Adds to a query tile's dQ what key blocks give: those that need a mask, or the free."""
@@ -116,7 +121,7 @@ def _add_keys(
         k_ND = load_tile(k, b, h_kv, j, BLOCK_N, BLOCK_D, MASKED)
         v_ND = load_tile(v, b, h_kv, j, BLOCK_N, BLOCK_DV, MASKED)
         s_MN = cap_scores(tl.dot(q_MD, k_ND.T, input_precision="ieee"), cap)
-        p_MN = tl.exp2(s_MN * scale_log2e - (lse_M * LOG2_E)[:, None])
+        p_MN = tl.exp2(s_MN * scale_log2e - lse2_M[:, None])
         if MASKED:
             j_N = j + tl.arange(0, BLOCK_N)
             p_MN = tl.where(inside(j_N[None, :], lo_M[:, None], hi_M[:, None]), p_MN, 0.0)
@@ -128,7 +133,7 @@ def _add_keys(
 
 @triton.jit(do_not_specialize=VARYING)
 def _bwd_dq_kernel(
-    q, k, v, dout, dq, lse_ptr, delta_ptr, scale, scale_log2e, cap,
+    q, k, v, dout, dq, lse2_ptr, delta_ptr, scale, scale_log2e, cap,
     q_len, kv_len, num_q_heads, group_size, left, right, bounds,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -141,15 +146,15 @@ def _bwd_dq_kernel(
     i_M = first + tl.arange(0, BLOCK_M)
     lo_M, hi_M = key_bounds(i_M, *mask)
     row = batch_head * q_len
-    lse_M = _load_rows(lse_ptr + row, i_M, q_len, True)
+    lse2_M = _load_rows(lse2_ptr + row, i_M, q_len, True)
     delta_M = _load_rows(delta_ptr + row, i_M, q_len, True)
     q_MD = load_tile(q, b, h, first, BLOCK_M, BLOCK_D, True)
     dout_MD = load_tile(dout, b, h, first, BLOCK_M, BLOCK_DV, True)
     dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for masked in tl.static_range(2):
+    for MASKED in tl.static_range(2):
         dq_MD = _add_keys(
-            dq_MD, q_MD, dout_MD, lse_M, delta_M, k, v, b, h_kv, lo_M, hi_M, blocks, scale_log2e, cap,
-            masked, BLOCK_N, BLOCK_D, BLOCK_DV,
+            dq_MD, q_MD, dout_MD, lse2_M, delta_M, k, v, b, h_kv, lo_M, hi_M, blocks, scale_log2e, cap,
+            MASKED, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     store_tile(dq, dq_MD * scale, b, h, first, BLOCK_M, BLOCK_D)
 
@@ -171,16 +176,16 @@ def backward(
     dout, q, k, v = addressable(dout), addressable(q), addressable(k), addressable(v)
     BLOCK_D, BLOCK_DV = padded_head_dim(q), padded_head_dim(v)
 
-    delta = torch.empty_like(lse)
+    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     grid = (batch * num_q_heads * triton.cdiv(q_len, DELTA_ROWS),)
     out_view, dout_view = (view(x, DELTA_ROWS, tiles.use_tma) for x in (out, dout))
     _bwd_delta_kernel[grid](
-        out_view, dout_view, lse, dlse.contiguous(), delta, q_len, num_q_heads,
+        out_view, dout_view, lse, dlse.contiguous(), delta, lse2, q_len, num_q_heads,
         BLOCK_M=DELTA_ROWS, BLOCK_DV=BLOCK_DV,
     )  # fmt: skip
 
     shared = dict(
-        lse_ptr=lse, delta_ptr=delta, scale=scale, **score_units(scale, softcap),
+        lse2_ptr=lse2, delta_ptr=delta, scale=scale, **score_units(scale, softcap),
         q_len=q_len, kv_len=kv_len, group_size=num_q_heads // num_kv_heads,
         **mask_arguments(intervals, q_len, kv_len), BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV,
     )  # fmt: skip

@@ -35,9 +35,10 @@ def _attend(
         if MASKED:
             j_N = j + tl.arange(0, BLOCK_N)
             s_MN = tl.where(inside(j_N[None, :], lo_M[:, None], hi_M[:, None]), s_MN, float("-inf"))
-        p_MN, rescale_M, row_max_M, row_sum_M = softmax_update(s_MN, row_max_M, row_sum_M, scale_log2e)
+        p_MN, rescale_M, row_max_M, gain_M = softmax_update(s_MN, row_max_M, scale_log2e, MASKED)
         v_ND = load_tile(v, b, h_kv, j, BLOCK_N, BLOCK_DV, MASKED)
         acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD * rescale_M[:, None], input_precision="ieee")
+        row_sum_M = row_sum_M * rescale_M + gain_M
     return acc_MD, row_max_M, row_sum_M
 
 
@@ -57,10 +58,10 @@ def _fwd_kernel(
     q_MD = load_tile(q, b, h, first, BLOCK_M, BLOCK_D, True)
     acc_MD = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max_M, row_sum_M = softmax_start(BLOCK_M)
-    for masked in tl.static_range(2):
+    for MASKED in tl.static_range(1, -1, -1):
         acc_MD, row_max_M, row_sum_M = _attend(
             acc_MD, row_max_M, row_sum_M, q_MD, k, v, b, h_kv, lo_M, hi_M, blocks, scale_log2e, cap,
-            masked, BLOCK_N, BLOCK_D, BLOCK_DV,
+            MASKED, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
 
     out_MD, lse_M = softmax_finish(acc_MD, row_max_M, row_sum_M, scale_log2e)
