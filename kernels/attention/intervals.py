@@ -24,6 +24,9 @@ class Bounds:
     keys: Tensor
     queries: Tensor
 
+    def to(self, device: torch.device | str) -> Bounds:
+        return Bounds(self.keys.to(device), self.queries.to(device))
+
 
 @dataclass(frozen=True)
 class Intervals:
@@ -122,6 +125,10 @@ class Intervals:
         Sq, Sk = known.keys.shape[-1], known.queries.shape[-1]
         a, b = (x.bounds_of(Sq, Sk, known.keys.device) for x in (self, other))
         return Intervals(bounds=Bounds(_overlap(a.keys, b.keys), _overlap(a.queries, b.queries)))
+
+    def to(self, device: torch.device | str) -> Intervals:
+        """The same mask for tensors on `device`."""
+        return Intervals(self.left, self.right, None if self.bounds is None else self.bounds.to(device))
 
     @property
     def is_full(self) -> bool:
