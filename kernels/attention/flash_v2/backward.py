@@ -99,7 +99,7 @@ def _bwd_dkdv_kernel(
     for member in range(group_size):
         h = h_kv * group_size + member
         row = (batch_head * group_size + member) * q_len
-        for MASKED in tl.static_range(2):
+        for MASKED in tl.static_range(1, -1, -1):
             dk_ND, dv_ND = _add_queries(
                 dk_ND, dv_ND, k_ND, v_ND, q, dout, lse2_ptr + row, delta_ptr + row, q_len, b, h, lo_N, hi_N, blocks,
                 scale_log2e, cap, MASKED, BLOCK_M, BLOCK_D, BLOCK_DV,
@@ -151,7 +151,7 @@ def _bwd_dq_kernel(
     q_MD = load_tile(q, b, h, first, BLOCK_M, BLOCK_D, True)
     dout_MD = load_tile(dout, b, h, first, BLOCK_M, BLOCK_DV, True)
     dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for MASKED in tl.static_range(2):
+    for MASKED in tl.static_range(1, -1, -1):
         dq_MD = _add_keys(
             dq_MD, q_MD, dout_MD, lse2_M, delta_M, k, v, b, h_kv, lo_M, hi_M, blocks, scale_log2e, cap,
             MASKED, BLOCK_N, BLOCK_D, BLOCK_DV,
