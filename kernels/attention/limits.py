@@ -25,6 +25,7 @@ def standard(spec: AttentionSpec) -> str | None:
 def flash_v2(spec: AttentionSpec) -> str | None:
     return (
         _device_of_triton(spec)
+        or _triton(spec)
         or _sm(spec, 80)
         or _dtype(spec, _SINGLE)
         or _no_interpreted_bf16(spec)
@@ -86,6 +87,7 @@ def sdpa_cudnn(spec: AttentionSpec) -> str | None:
 def flex(spec: AttentionSpec) -> str | None:
     return (
         _device(spec, "cuda")
+        or _triton(spec)
         or _sm(spec, 80)
         or _dtype(spec, _HALF)
         or _head_dims(spec, multiple=8, least=16, most=256)
@@ -102,6 +104,10 @@ def _device_of_triton(spec: AttentionSpec) -> str | None:
     if spec.device_type == "cuda" or (spec.device_type == "cpu" and spec.interpreted):
         return None
     return f"runs on cuda, or on cpu with TRITON_INTERPRET=1 in the environment, not on {spec.device_type}"
+
+
+def _triton(spec: AttentionSpec) -> str | None:
+    return None if spec.triton else "needs Triton, which is not installed (pip install triton)"
 
 
 def _sm(spec: AttentionSpec, least: int) -> str | None:

@@ -5,6 +5,7 @@ Made from tensors or, before any tensor exists, from a configuration. Who can se
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 
@@ -13,18 +14,22 @@ from torch import Tensor
 
 from .intervals import Intervals
 
+_TRITON = importlib.util.find_spec("triton") is not None
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
     """Everything about a call that decides which variants can serve it. Build one with `on` or `of`.
 
     `sm` is the CUDA compute capability as in sm_90 and `cudnn_version` cuDNN's number (91900 is 9.19.0), None
-    where there is none; `interpreted` says that Triton interprets its kernels (TRITON_INTERPRET=1).
+    where there is none; `triton` says that Triton is installed and `interpreted` that it interprets its kernels
+    (TRITON_INTERPRET=1).
     """
 
     device_type: str
     sm: int | None
     cudnn_version: int | None
+    triton: bool
     interpreted: bool
     dtype: torch.dtype
     head_dim: int
@@ -62,6 +67,7 @@ class AttentionSpec:
             device_type=device.type,
             sm=sm,
             cudnn_version=cudnn_version,
+            triton=_TRITON,
             interpreted=interpreted,
             dtype=dtype,
             head_dim=head_dim,

@@ -19,6 +19,7 @@ _GPU = AttentionSpec(
     device_type="cuda",
     sm=90,
     cudnn_version=91900,
+    triton=True,
     interpreted=False,
     dtype=torch.float16,
     head_dim=64,
