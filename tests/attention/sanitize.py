@@ -1,0 +1,43 @@
+"""Runs flash_v2 on a representative set of small problems, for compute-sanitizer to watch.
+
+    export PYTHONPATH=.:tests PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --tool memcheck python tests/attention/sanitize.py    (or --tool racecheck)
+
+Without the caching allocator every tensor ends where its allocation ends.
+"""
+
+import torch
+from test_parity import MASKS
+
+from flashtrain.kernels.attention import make_qkv
+from flashtrain.kernels.attention.flash_v2.backward import backward
+from flashtrain.kernels.attention.flash_v2.forward import forward
+from flashtrain.kernels.attention.tiles import tiles
+
+# mask, Sq, Sk, query heads, KV heads, D, Dv, softcap, dtype
+PROBLEMS = [
+    ("causal", 129, 129, 2, 2, 64, 64, 0.0, torch.bfloat16),
+    ("full", 65, 200, 4, 2, 128, 128, 0.0, torch.float16),
+    ("window(20, 3)", 200, 65, 3, 1, 72, 40, 0.0, torch.bfloat16),
+    ("documents", 200, 200, 2, 1, 128, 64, 15.0, torch.bfloat16),
+    ("sequences", 129, 200, 2, 2, 64, 64, 0.0, torch.float16),
+    ("prefix in documents", 65, 65, 2, 2, 256, 256, 0.0, torch.bfloat16),
+    ("chunks", 1, 129, 2, 2, 64, 64, 0.0, torch.bfloat16),
+    ("causal", 65, 65, 2, 1, 40, 40, 0.0, torch.float32),
+]
+
+
+def main() -> None:
+    for mask, Sq, Sk, Hq, Hkv, D, Dv, softcap, dtype in PROBLEMS:
+        intervals = MASKS[mask](2, Sq, Sk).to("cuda")
+        q, k, v = make_qkv(2, Sq, Sk, Hq, Hkv, D, Dv, dtype=dtype, device="cuda")
+        for architecture in ("sm_90", "sm_80"):  # through TMA and through pointers
+            launch = tiles(architecture, max(D, Dv), dtype)
+            out, lse = forward(q, k, v, intervals, 0.125, softcap, launch)
+            backward(out, lse, q, k, v, out, lse, intervals, 0.125, softcap, launch, True, True)
+            torch.cuda.synchronize()
+        print(f"ran {mask} {Sq} x {Sk}, D {D}, {dtype}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
