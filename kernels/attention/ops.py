@@ -26,8 +26,8 @@ def _mask(left: int | None, right: int | None, keys: Tensor | None, queries: Ten
     return Intervals(left, right, None if keys is None else Bounds(keys, queries))
 
 
-def _tiles(q: Tensor, v: Tensor) -> Tiles:
-    return tiles(architecture(q.device), max(q.shape[-1], v.shape[-1]), q.dtype)
+def _tiles(q: Tensor, v: Tensor, mask: Intervals) -> Tiles:
+    return tiles(architecture(q.device), max(q.shape[-1], v.shape[-1]), q.dtype, mask.is_full)
 
 
 @torch.library.custom_op("flashtrain::flash_v2", mutates_args=())
@@ -44,8 +44,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     from .flash_v2.forward import forward
 
+    mask = _mask(left, right, keys, queries)
     with torch.cuda.device_of(q):
-        return forward(q, k, v, _mask(left, right, keys, queries), scale, softcap, _tiles(q, v))
+        return forward(q, k, v, mask, scale, softcap, _tiles(q, v, mask))
 
 
 @_forward.register_fake
@@ -78,7 +79,7 @@ def _backward(
     mask = _mask(left, right, keys, queries)
     with torch.cuda.device_of(q):
         return backward(
-            dout, dlse, q, k, v, out, lse, mask, scale, softcap, _tiles(q, v), needs_dq, needs_dkdv
+            dout, dlse, q, k, v, out, lse, mask, scale, softcap, _tiles(q, v, mask), needs_dq, needs_dkdv
         )
 
 

@@ -81,6 +81,7 @@ def _bwd_dkdv_kernel(
     q, k, v, dout, dk, dv, lse2_ptr, delta_ptr, scale, scale_log2e, cap,
     q_len, kv_len, num_kv_heads, group_size, left, right, bounds,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    MASKED_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Writes one tile of dk and dv, summed over the query heads of its group in fp32 and in order.
 
@@ -99,10 +100,10 @@ def _bwd_dkdv_kernel(
     for member in range(group_size):
         h = h_kv * group_size + member
         row = (batch_head * group_size + member) * q_len
-        for MASKED in tl.static_range(1, -1, -1):
+        for turn in tl.static_range(2):
             dk_ND, dv_ND = _add_queries(
                 dk_ND, dv_ND, k_ND, v_ND, q, dout, lse2_ptr + row, delta_ptr + row, q_len, b, h, lo_N, hi_N, blocks,
-                scale_log2e, cap, MASKED, BLOCK_M, BLOCK_D, BLOCK_DV,
+                scale_log2e, cap, turn != MASKED_FIRST, BLOCK_M, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
 
     store_tile(dk, dk_ND * scale, b, h_kv, first, BLOCK_N, BLOCK_D)
@@ -136,6 +137,7 @@ def _bwd_dq_kernel(
     q, k, v, dout, dq, lse2_ptr, delta_ptr, scale, scale_log2e, cap,
     q_len, kv_len, num_q_heads, group_size, left, right, bounds,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    MASKED_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Writes one tile of dq. Grid (batch * heads * query tiles,)."""
     b, h, h_kv, batch_head, first = query_tile(q_len, num_q_heads, group_size, BLOCK_M)
@@ -151,10 +153,10 @@ def _bwd_dq_kernel(
     q_MD = load_tile(q, b, h, first, BLOCK_M, BLOCK_D, True)
     dout_MD = load_tile(dout, b, h, first, BLOCK_M, BLOCK_DV, True)
     dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for MASKED in tl.static_range(1, -1, -1):
+    for turn in tl.static_range(2):
         dq_MD = _add_keys(
             dq_MD, q_MD, dout_MD, lse2_M, delta_M, k, v, b, h_kv, lo_M, hi_M, blocks, scale_log2e, cap,
-            MASKED, BLOCK_N, BLOCK_D, BLOCK_DV,
+            turn != MASKED_FIRST, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     store_tile(dq, dq_MD * scale, b, h, first, BLOCK_M, BLOCK_D)
 

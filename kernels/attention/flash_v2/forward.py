@@ -46,6 +46,7 @@ def _attend(
 def _fwd_kernel(
     q, k, v, out, lse_ptr, scale_log2e, cap, q_len, kv_len, num_q_heads, group_size, left, right, bounds,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    MASKED_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Writes one tile of out and lse. Grid (batch * heads * query tiles,)."""
     b, h, h_kv, batch_head, first = query_tile(q_len, num_q_heads, group_size, BLOCK_M)
@@ -58,10 +59,10 @@ def _fwd_kernel(
     q_MD = load_tile(q, b, h, first, BLOCK_M, BLOCK_D, True)
     acc_MD = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max_M, row_sum_M = softmax_start(BLOCK_M)
-    for MASKED in tl.static_range(1, -1, -1):
+    for turn in tl.static_range(2):
         acc_MD, row_max_M, row_sum_M = _attend(
             acc_MD, row_max_M, row_sum_M, q_MD, k, v, b, h_kv, lo_M, hi_M, blocks, scale_log2e, cap,
-            MASKED, BLOCK_N, BLOCK_D, BLOCK_DV,
+            turn != MASKED_FIRST, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
 
     out_MD, lse_M = softmax_finish(acc_MD, row_max_M, row_sum_M, scale_log2e)
