@@ -5,7 +5,6 @@ keys to a query that `standard`, nearly exact there, allows for little of that. 
 the worst was at 0.5 of what the rule allows at head dimension 16, at 3.0 at 24 and 5.1 at 64. 16 bits hide it.
 """
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
