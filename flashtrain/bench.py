@@ -9,23 +9,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from flashtrain import runs
 from flashtrain.config import MOST_SEEDS, Root, not_among, once_each
-from flashtrain.device import resolve_type
+from flashtrain.device import DTYPES, resolve_type
 from flashtrain.entry import main
-from flashtrain.kernels.attention import NAMES, Intervals
+from flashtrain.kernels.attention import VARIANT_NAMES, Intervals
 from flashtrain.performance.attention import FLOPS_PER_VISIBLE_PAIR, PASSES, Measurement, Problem, measure
 from flashtrain.performance.hardware import gpu_state
 from flashtrain.performance.masks import MASKS, Masks
 from flashtrain.performance.plot import save_plot
 from flashtrain.performance.report import Conditions, as_row, describe, markdown, speed_tables, terminal_table
 from flashtrain.performance.timing import Clock, CudaClock, HostClock
-
-VARIANTS = tuple(name for name in NAMES if name != "auto")
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 
 
 @dataclass
@@ -72,7 +68,7 @@ class BenchConfig:
             if (value := getattr(self, name)) is not None and value < 1
         ]
         problems += [
-            *not_among("variants", self.variants if self.variants is not None else VARIANTS, VARIANTS),
+            *not_among("variants", self.variants if self.variants is not None else VARIANT_NAMES, VARIANT_NAMES),
             *not_among("masks", self.masks, MASKS),
             *not_among("passes", self.passes, PASSES),
             *not_among("dtype", [self.dtype], DTYPES),
@@ -108,7 +104,7 @@ class BenchConfig:
 
     @property
     def names(self) -> list[str]:
-        return list(VARIANTS) if self.variants is None else self.variants
+        return list(VARIANT_NAMES) if self.variants is None else self.variants
 
 
 ROOT = Root("bench", BenchConfig)

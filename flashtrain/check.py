@@ -11,15 +11,14 @@ from rich.console import Console
 from rich.progress import track
 
 from flashtrain import runs
-from flashtrain.accuracy.cases import DTYPES, MASKS, covering
+from flashtrain.accuracy.cases import MASKS, covering
 from flashtrain.accuracy.measurement import measure
 from flashtrain.accuracy.report import as_row, support_report, terminal_report
 from flashtrain.config import MOST_SEEDS, Root, not_among, once_each
-from flashtrain.device import resolve_type
+from flashtrain.device import DTYPES, resolve_type
 from flashtrain.entry import main
-from flashtrain.kernels.attention import NAMES
+from flashtrain.kernels.attention import VARIANT_NAMES
 
-VARIANTS = tuple(name for name in NAMES if name != "auto")
 WIDTH = 120
 """Columns of a report that goes to a file."""
 
@@ -54,7 +53,7 @@ class CheckConfig:
     def validate(self) -> list[str]:
         """Return every problem, one sentence each."""
         problems = [
-            *not_among("variants", self.variants if self.variants is not None else VARIANTS, VARIANTS),
+            *not_among("variants", self.variants if self.variants is not None else VARIANT_NAMES, VARIANT_NAMES),
             *not_among("masks", self.masks, MASKS),
             *not_among("dtypes", self.dtypes, DTYPES),
             *_pairs("lengths", self.lengths),
@@ -97,7 +96,7 @@ def run(config: CheckConfig) -> None:
         v_head_dim=config.v_head_dim,
         seed=config.seed,
     )
-    variants = VARIANTS if config.variants is None else config.variants
+    variants = VARIANT_NAMES if config.variants is None else config.variants
     console.print(support_report(variants), "")
     outcomes = []
     description = f"{len(cases)} cases on {device}"

@@ -6,7 +6,9 @@ import torch
 
 from flashtrain.errors import UserError
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+"""What attention is checked and measured in, by the names of settings."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,10 @@ class Device:
 def resolve(device: str, precision: str, compile: bool | None) -> Device:
     """What `auto` and null stand for here. Raises UserError for an unknown word or a missing GPU."""
     kind = resolve_type("trainer.device", device)
-    if precision not in ("auto", *DTYPES):
+    if precision not in ("auto", *PRECISIONS):
         raise UserError(f"trainer.precision is {precision}; allowed are auto, fp32 and bf16")
     on_gpu = kind == "cuda"
-    dtype = DTYPES[("bf16" if on_gpu else "fp32") if precision == "auto" else precision]
+    dtype = PRECISIONS[("bf16" if on_gpu else "fp32") if precision == "auto" else precision]
     return Device(kind, dtype, on_gpu if compile is None else compile)
 
 

@@ -20,7 +20,7 @@ NOUNS = {"model", "data", "training", "evaluation", "performance"}
 ALLOWED = {
     "errors": set(),
     "charts": set(),
-    "accuracy": {DOOR},
+    "accuracy": {DOOR, "device"},
     "performance": {DOOR, "charts"},
     "data": set(),
     "evaluation": {"charts"},

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flashtrain.device import DTYPES
 from flashtrain.kernels.attention import AttentionSpec, Intervals, make_qkv
 
 ROWS = 2
 WINDOW = 64
 CHUNK = 48
 DOCUMENTS = 5
-
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 
 
 @dataclass(frozen=True)

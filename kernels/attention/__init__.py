@@ -5,10 +5,11 @@ from .intervals import Intervals
 from .parity import Deviation, Reference, deviations, make_qkv
 from .spec import AttentionSpec
 from .support import Support, markdown, support_table
-from .variants import NAMES, Unsupported, choose, refusal, require, resolve, supporting
+from .variants import NAMES, VARIANT_NAMES, Unsupported, choose, refusal, require, resolve, supporting
 
 __all__ = [
     "NAMES",
+    "VARIANT_NAMES",
     "AttentionSpec",
     "Deviation",
     "Intervals",

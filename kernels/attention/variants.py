@@ -47,7 +47,8 @@ VARIANTS = {
     "flex": Variant("PyTorch's FlexAttention, compiled for each new shape", limits.flex, flex),
 }
 
-NAMES = ("auto", *VARIANTS)
+VARIANT_NAMES = tuple(VARIANTS)
+NAMES = ("auto", *VARIANT_NAMES)
 
 
 def refusal(name: str, spec: AttentionSpec) -> str | None:
