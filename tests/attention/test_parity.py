@@ -114,14 +114,14 @@ def hold_to_the_rule(variant, case, device):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here")
-@pytest.mark.parametrize("case", covering(SQUARE + OBLONG, DTYPES, HEAD_DIMS), ids=str)
+@pytest.mark.parametrize("case", list(covering(SQUARE + OBLONG, DTYPES, HEAD_DIMS)), ids=str)
 def test_flash_v2_interpreted(case, nan_filled_outputs):
     hold_to_the_rule("flash_v2", case, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "standard"])
-@pytest.mark.parametrize("case", covering(GPU_LENGTHS, GPU_DTYPES, GPU_HEAD_DIMS), ids=str)
+@pytest.mark.parametrize("case", list(covering(GPU_LENGTHS, GPU_DTYPES, GPU_HEAD_DIMS)), ids=str)
 def test_on_the_gpu(request, variant, case, nan_filled_outputs):
     if variant == "flex" and (case.Sq, case.Sk) not in FLEX_LENGTHS:
         pytest.skip(f"{variant} is tested at {FLEX_LENGTHS}")
