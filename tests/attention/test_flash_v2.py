@@ -1,4 +1,23 @@
-"""Corners of flash_v2, each named after what went wrong elsewhere (interpreted where there is no GPU)."""
+"""Corners of flash_v2, each named after what went wrong elsewhere (interpreted where there is no GPU).
+
+Where each kind of mistake that attention kernels are known for is tested:
+
+- Masks. Here: NaN from rows that see no key, finite sentinels for -inf, an LSE of -inf or a very negative one in the
+  backward, memory that nobody wrote, softcap before the mask and its derivative. In test_geometry, test_intervals and
+  test_parity: alignment where Sq != Sk, windows off by one, tails of queries and of keys that fill no tile.
+- Shapes and addresses. Here: offsets beyond 2^31, grids beyond 65,535, lengths of 0, strides of all inputs and of the
+  output's gradient, misaligned descriptors, heads of a group. In test_parity: lengths around the tile sizes and of 1,
+  padded head dimensions, stores past an end into the neighbour, batches of 2 with several heads. In test_properties:
+  all of these mixed.
+- Numerics. Here: fp16 gradients that overflow, gradients through the LSE, merging by LSE. In test_parity: exact fp32
+  products, grouped heads summed in fp32, the natural logarithm.
+- Autograd and torch.compile. In test_ops: gradients for some inputs or through the LSE alone, second derivatives,
+  opcheck, strides of the fakes, recompiling. Here: determinism, CUDA graphs, a device that is not current.
+- Generated code. In test_compile_only: no atomics, spills, shared memory, TMA and WGMMA. On the GPU, test_parity.
+
+Not possible here: ALiBi, sinks and dropout are not offered; nothing is autotuned; there are no semaphores, barriers or
+warp roles written by hand; delta has no tile size to share; rings and paged caches are built on top.
+"""
 
 import math
 
@@ -7,20 +26,40 @@ import torch
 from tolerance import assert_as_accurate_as_standard, make_qkv
 
 from flashtrain.kernels.attention import Intervals, ops
+from flashtrain.kernels.attention.intervals import Bounds
 from flashtrain.kernels.attention.tiles import INTERPRETER, Tiles
 
 CAUSAL, FULL, WINDOW = Intervals.causal(), Intervals.full(), Intervals.window(30, 2)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-
-def flash_v2(q, k, v, intervals=CAUSAL, scale=None):
-    return ops.flash_v2(q, k, v, intervals, q.shape[-1] ** -0.5 if scale is None else scale)
+each_softcap = pytest.mark.parametrize("softcap", [0.0, 2.0], ids=["", "softcap"])
 
 
-def gradients(inputs, intervals=CAUSAL, dout=None, **options):
+def flash_v2(q, k, v, intervals=CAUSAL, scale=None, softcap=0.0):
+    return ops.flash_v2(q, k, v, intervals, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+
+
+def documents(*rows):
+    """(R, S) ids of rows that hold documents of these lengths."""
+    ids = [torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)) for lengths in rows]
+    return torch.stack(ids).to(DEVICE)
+
+
+def assert_equal(results, others):
+    for a, b in zip(results, others, strict=True):
+        assert torch.equal(a, b)
+
+
+def everything(inputs, intervals=CAUSAL, dout=None, **options):
+    """out, lse, dq, dk and dv, for an output gradient of ones unless given."""
     leaves = tuple(x.detach().requires_grad_() for x in inputs)
-    out, _ = flash_v2(*leaves, intervals, **options)
-    return torch.autograd.grad(out, leaves, torch.ones_like(out) if dout is None else dout)
+    out, lse = flash_v2(*leaves, intervals, **options)
+    gradients = torch.autograd.grad(out, leaves, torch.ones_like(out) if dout is None else dout)
+    return out.detach(), lse.detach(), *gradients
+
+
+def gradients(*arguments, **options):
+    return everything(*arguments, **options)[2:]
 
 
 def test_pointers_and_descriptors_agree_to_the_bit():
@@ -33,24 +72,36 @@ def test_pointers_and_descriptors_agree_to_the_bit():
     for launch in (INTERPRETER, pointers):
         out, lse = forward(q, k, v, WINDOW, 0.2, 0.0, launch)
         results.append((out, lse, *backward(out, lse, q, k, v, out, lse, WINDOW, 0.2, 0.0, launch, True, True)))
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(*results)
 
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)], ids=str)
-def test_empty_lengths_return_early(lengths, nan_filled_outputs):
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+def test_empty_lengths_return_early(lengths, mask, nan_filled_outputs):
     q, k, v = make_qkv(2, *lengths, 4, 2, 16, device=DEVICE)
-    out, lse = flash_v2(q, k, v)
+    ids = [torch.zeros(2, length, dtype=torch.int32, device=DEVICE) for length in lengths]
+    intervals = CAUSAL if mask == "causal" else CAUSAL.in_documents(*ids)
+    out, lse = flash_v2(q, k, v, intervals)
     assert (out == 0).all() and (lse == float("-inf")).all()
-    for x, gradient in zip((q, k, v), gradients((q, k, v)), strict=True):
+    for x, gradient in zip((q, k, v), gradients((q, k, v), intervals), strict=True):
         assert gradient.shape == x.shape and (gradient == 0).all()
 
 
-@pytest.mark.parametrize("intervals", [CAUSAL, Intervals.window(4, 2)], ids=str)
-def test_rows_that_see_no_key_are_exactly_zero(intervals, nan_filled_outputs):
+# The queries of the last have documents without a key, among them whole tiles, and keys have some without a query.
+@pytest.mark.parametrize(
+    "intervals",
+    [
+        CAUSAL,
+        Intervals.window(4, 2),
+        FULL.in_documents(documents([10, 0, 70, 10, 10]), documents([5, 15, 0, 10, 10])),
+    ],
+    ids=["causal", "window", "documents"],
+)
+@each_softcap
+def test_rows_that_see_no_key_are_exactly_zero(intervals, softcap, nan_filled_outputs):
     q, k, v = make_qkv(1, 100, 40, 2, 2, 16, device=DEVICE)
     leaves = tuple(x.requires_grad_() for x in (q, k, v))
-    out, lse = flash_v2(*leaves, intervals)
+    out, lse = flash_v2(*leaves, intervals, softcap=softcap)
     empty = ~intervals.dense(100, 40, DEVICE)[0].any(dim=1)
     assert empty.sum() > 50
     assert (out[:, empty] == 0).all() and (lse[..., empty] == float("-inf")).all()
@@ -59,6 +110,21 @@ def test_rows_that_see_no_key_are_exactly_zero(intervals, nan_filled_outputs):
     dq, dk, dv = torch.autograd.grad([out, lse], leaves, [torch.ones_like(out), dlse])
     assert (dq[:, empty] == 0).all()
     assert all(gradient.isfinite().all() for gradient in (dq, dk, dv))
+    unseen = ~intervals.dense(100, 40, DEVICE)[0].any(dim=0)
+    assert (dk[:, unseen] == 0).all() and (dv[:, unseen] == 0).all()
+
+
+@each_softcap
+def test_what_masked_keys_hold_does_not_matter(softcap):
+    """Their scores overflow any exponential, and saturate a cap, within blocks that are not wholly masked."""
+    q, k, v = make_qkv(1, 70, 70, 2, 2, 16, device=DEVICE)
+    intervals = FULL.in_documents(documents([35, 0, 35]), documents([30, 10, 30]))
+    results = []
+    for size in (1.0, 1e18):
+        k[:, 30:40] = size
+        results.append(everything((q, k, v), intervals, softcap=softcap))
+        assert all((gradient[:, 30:40] == 0).all() for gradient in results[-1][3:])
+    assert_equal(*results)
 
 
 def test_valid_scores_below_any_finite_sentinel_count(nan_filled_outputs):
@@ -78,34 +144,20 @@ def test_strongly_negative_lse_on_a_ragged_tail():
     assert all(gradient.isfinite().all() for gradient in gradients(inputs))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "heads before sequence",
-        "packed qkv",
-        "sliced rows",
-        "last stride 2",
-        "misaligned start",
-        "misaligned rows",
-        "broadcast heads",
-    ],
-)
+LAYOUTS = {
+    "heads before sequence": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "packed qkv": lambda x: torch.stack((x, x, x), dim=2)[:, :, 1],
+    "sliced rows": lambda x: x[:, 3::2],
+    "last stride 2": lambda x: torch.stack((x, x), dim=-1)[..., 0],
+    "misaligned start": lambda x: torch.cat((x, x), dim=-1)[..., 3:19],
+    "misaligned rows": lambda x: torch.nn.functional.pad(x, (0, 3))[..., :16],
+    "broadcast heads": lambda x: x[:, :, :1].expand(-1, -1, 2, -1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_any_strides(layout):
-    q, k, v = make_qkv(2, 70, 70, 2, 2, 16, device=DEVICE)
-    if layout == "heads before sequence":
-        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-    elif layout == "packed qkv":
-        q, k, v = torch.stack((q, k, v), dim=2).unbind(2)
-    elif layout == "sliced rows":
-        q, k, v = (x[:, 3::2] for x in (q, k, v))
-    elif layout == "last stride 2":
-        q, k, v = (torch.stack((x, x), dim=-1)[..., 0] for x in (q, k, v))
-    elif layout == "misaligned start":
-        q, k, v = (torch.cat((x, x), dim=-1)[..., 3:19] for x in (q, k, v))
-    elif layout == "misaligned rows":
-        q, k, v = (torch.nn.functional.pad(x, (0, 3))[..., :16] for x in (q, k, v))
-    else:
-        k, v = (x[:, :, :1].expand(-1, -1, 2, -1) for x in (k, v))
+    q, k, v = map(layout, make_qkv(2, 70, 70, 2, 2, 16, device=DEVICE))
     assert_as_accurate_as_standard(flash_v2, (q, k, v), CAUSAL)
 
 
@@ -117,10 +169,7 @@ def test_any_strides_of_the_output_gradient(dout):
         "transposed": torch.randn(16, 2, 70, 2, device=DEVICE).permute(3, 2, 1, 0),
         "last stride 0": torch.randn(2, 70, 2, 1, device=DEVICE).expand(-1, -1, -1, 16),
     }[dout]
-    for strided, dense in zip(
-        gradients((q, k, v), dout=given), gradients((q, k, v), dout=given.contiguous()), strict=True
-    ):
-        assert torch.equal(strided, dense)
+    assert_equal(gradients((q, k, v), dout=given), gradients((q, k, v), dout=given.contiguous()))
 
 
 def test_dimensions_of_size_one_may_have_any_stride():
@@ -128,10 +177,38 @@ def test_dimensions_of_size_one_may_have_any_stride():
     assert_as_accurate_as_standard(flash_v2, (q, k, v), CAUSAL)
 
 
-def test_fp16_with_large_output_gradients():
+@each_softcap
+def test_fp16_with_large_output_gradients(softcap):
     q, k, v = make_qkv(1, 65, 65, 2, 2, 64, dtype=torch.float16, device=DEVICE)
     dout = torch.full_like(q, 1000.0)
-    assert_as_accurate_as_standard(flash_v2, (q, k, v), CAUSAL, dout=dout)
+    assert_as_accurate_as_standard(
+        lambda q, k, v: flash_v2(q, k, v, softcap=softcap), (q, k, v), CAUSAL, softcap=softcap, dout=dout
+    )
+
+
+@pytest.mark.parametrize("scores", [1e-3, 100.0], ids=["tiny", "saturated"])
+def test_softcap_of_scores_far_below_and_above_it(scores):
+    q, k, v = make_qkv(1, 65, 65, 2, 2, 16, device=DEVICE)
+    assert_as_accurate_as_standard(
+        lambda q, k, v: flash_v2(q, k, v, softcap=2.0), (q * scores, k, v), CAUSAL, softcap=2.0, lse_gradient=True
+    )
+
+
+@pytest.mark.parametrize("dims", [(16, 72), (72, 16), (40, 96), (128, 64)], ids=str)
+def test_values_with_a_head_dimension_of_their_own(dims):
+    inputs = make_qkv(2, 70, 70, 4, 2, *dims, dtype=torch.float16, device=DEVICE)
+    intervals = CAUSAL.in_documents(documents([30, 40], [5, 65]))
+    assert_as_accurate_as_standard(lambda q, k, v: flash_v2(q, k, v, intervals), inputs, intervals, lse_gradient=True)
+
+
+@each_softcap
+def test_gradient_through_the_lse_alone(softcap):
+    inputs = make_qkv(2, 70, 70, 4, 2, 16, device=DEVICE)
+    intervals = CAUSAL.in_documents(documents([30, 40], [5, 65]))
+    assert_as_accurate_as_standard(
+        lambda q, k, v: flash_v2(q, k, v, intervals, softcap=softcap),
+        inputs, intervals, softcap=softcap, dout=torch.zeros_like(inputs[0]), lse_gradient=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -164,11 +241,82 @@ def test_each_query_head_reads_its_own_group():
     assert torch.equal(grouped, repeated)
 
 
+@each_softcap
+def test_each_row_of_the_batch_has_its_own_documents(softcap):
+    q, k, v = make_qkv(3, 70, 70, 4, 2, 16, device=DEVICE)
+    ids = documents([70], [30, 40], [5, 60, 5])
+    together = everything((q, k, v), CAUSAL.in_documents(ids), softcap=softcap)
+    for b in range(3):
+        alone = [x[b : b + 1] for x in (q, k, v)]
+        assert_equal(
+            [x[b : b + 1] for x in together],
+            everything(alone, CAUSAL.in_documents(ids[b : b + 1]), softcap=softcap),
+        )
+
+
+def test_documents_given_once_are_those_of_all_rows():
+    inputs = make_qkv(3, 70, 70, 4, 2, 16, device=DEVICE)
+    shared, copied = (CAUSAL.in_documents(documents(*[[30, 40]] * R)) for R in (1, 3))
+    assert_equal(everything(inputs, shared), everything(inputs, copied))
+
+
+@each_softcap
+def test_a_changed_document_changes_no_other(softcap):
+    ids = documents([30, 50, 20])
+    intervals, others = CAUSAL.in_documents(ids), (ids != 1)[0]
+    q, k, v = make_qkv(1, 100, 100, 4, 2, 16, device=DEVICE)
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    results = []
+    for change in (0.0, 5.0):
+        inputs = [x + change * ~others[:, None, None] for x in (q, k, v, dout)]
+        out, lse, *gradients = everything(inputs[:3], intervals, inputs[3], softcap=softcap)
+        results.append([lse[..., others], *(x[:, others] for x in (out, *gradients))])
+    assert_equal(*results)
+
+
+def test_the_order_of_keys_does_not_matter_where_all_are_seen():
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    inputs = make_qkv(1, 70, 100, 4, 2, 16, device=DEVICE)
+    assert_as_accurate_as_standard(
+        lambda q, k, v: flash_v2(q, k[:, order], v[:, order], FULL), inputs, FULL, lse_gradient=True
+    )
+
+
+@pytest.mark.parametrize("intervals", [FULL, CAUSAL], ids=str)
+@each_softcap
+def test_keys_in_two_parts_merge_by_their_lse(intervals, softcap):
+    """Many queries see nothing of the second part under a causal mask: their LSE is -inf there."""
+
+    def merged(q, k, v):
+        # The first part lacks the last 60 keys, so the queries stand 60 keys further on.
+        first = FULL if intervals.is_full else Intervals.window(None, 60)
+        out_a, lse_a = flash_v2(q, k[:, :40], v[:, :40], first, softcap=softcap)
+        out_b, lse_b = flash_v2(q, k[:, 40:], v[:, 40:], intervals, softcap=softcap)
+        lse = torch.logaddexp(lse_a, lse_b)
+        of_a, of_b = (torch.exp(part - lse).transpose(1, 2)[..., None] for part in (lse_a, lse_b))
+        return of_a * out_a + of_b * out_b, lse
+
+    inputs = make_qkv(1, 100, 100, 4, 2, 16, device=DEVICE)
+    assert_as_accurate_as_standard(merged, inputs, intervals, softcap=softcap, lse_gradient=True)
+
+
+def test_runs_where_only_deterministic_algorithms_may():
+    torch.use_deterministic_algorithms(True)
+    try:
+        everything(make_qkv(2, 70, 70, 4, 2, 16, device=DEVICE))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.gpu
-def test_the_backward_gives_the_same_bits_every_time():
+@each_softcap
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+def test_the_same_bits_every_time(mask, softcap):
     inputs = make_qkv(2, 1000, 1000, 8, 2, 64, dtype=torch.bfloat16, device="cuda")
-    for first, second in zip(gradients(inputs), gradients(inputs), strict=True):
-        assert torch.equal(first, second)
+    intervals = CAUSAL if mask == "causal" else CAUSAL.in_documents(documents([400, 600], [1, 999]))
+    first = everything(inputs, intervals, softcap=softcap)
+    for _ in range(5):
+        assert_equal(everything(inputs, intervals, softcap=softcap), first)
 
 
 def test_a_changed_key_changes_only_the_queries_that_see_it():
@@ -207,8 +355,19 @@ def test_offsets_beyond_two_to_the_31(use_tma):
         out, lse = forward(x, x, x, window, 0.125, 0.0, launch)
         dq, dk, dv = backward(out, lse, x, x, x, out, lse, window, 0.125, 0.0, launch, True, True)
         results.append([lse[..., -128:], *(y[:, -128:] for y in (out, dq, dk, dv))])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(*results)
+
+
+@pytest.mark.gpu
+def test_bounds_beyond_two_to_the_31():
+    q, k, v = make_qkv(2, 384, 384, 2, 1, 64, dtype=torch.bfloat16, device="cuda")
+    near = CAUSAL.in_documents(documents([100, 284], [300, 84]))
+    far = []
+    for bounds in (near.bounds.keys, near.bounds.queries):
+        storage = torch.empty(2**31 + 2 * 384, device="cuda", dtype=torch.int32)
+        far.append(storage.as_strided(bounds.shape, (384, 2**31, 1)).copy_(bounds))
+    far = Intervals(bounds=Bounds(*far))
+    assert_equal(everything((q, k, v), near), everything((q, k, v), far))
 
 
 @pytest.mark.gpu
@@ -220,12 +379,16 @@ def test_tensors_on_a_device_that_is_not_current():
 
 
 @pytest.mark.gpu
-def test_captures_in_a_cuda_graph():
-    q, k, v = make_qkv(1, 256, 256, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
-    expected = flash_v2(q, k, v)[0]
+def test_captures_in_a_cuda_graph_and_replays_with_new_documents():
+    inputs = make_qkv(2, 256, 256, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
+    masks = [CAUSAL.in_documents(documents(*rows)) for rows in (([256], [256]), ([100, 156], [1, 255]))]
+    captured = CAUSAL.in_documents(documents([256], [256]))
+    expected = [everything(inputs, intervals) for intervals in masks]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, _ = flash_v2(q, k, v)
-    out.zero_()
-    graph.replay()
-    assert torch.equal(out, expected)
+        results = everything(inputs, captured)
+    for intervals, right in zip(masks, expected, strict=True):
+        captured.bounds.keys.copy_(intervals.bounds.keys)
+        captured.bounds.queries.copy_(intervals.bounds.queries)
+        graph.replay()
+        assert_equal(results, right)
