@@ -1,10 +1,12 @@
 """Compiles flash_v2's kernels for one GPU target on a machine without any, through the real launchers.
 
-Run as a script with TARGET and the fields of a Problem as key=value; prints one JSON object per kernel.
-A process of its own, because Triton decides at import whether to interpret.
+Run as a script with TARGET and the fields of Problems as JSON, one object by name; prints one JSON object per
+problem and kernel. A process of its own, because Triton decides at import whether to interpret; one for all problems of
+a target, because kernels that problems share compile once.
 """
 
 import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -29,7 +31,6 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-LENGTH = 4096
 SHARED_MEMORY = {"sm_80": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
 
 
@@ -57,43 +58,34 @@ class Problem:
     mask: str = "causal"
     group_size: int = 1
     softcap: float = 0.0
+    length: int = 4096
+
+    def intervals(self) -> Intervals:
+        documents = torch.zeros(1, self.length, dtype=torch.int32)
+        return {
+            "full": Intervals.full(),
+            "causal": Intervals.causal(),
+            "window": Intervals.window(1000, 0),
+            "documents": Intervals.causal().in_documents(documents),
+        }[self.mask]
 
 
-def intervals(mask: str) -> Intervals:
-    documents = torch.zeros(1, LENGTH, dtype=torch.int32)
-    return {
-        "full": Intervals.full(),
-        "causal": Intervals.causal(),
-        "window": Intervals.window(1000, 0),
-        "documents": Intervals.causal().in_documents(documents),
-    }[mask]
-
-
-def compiled_kernels(target: str, problem: Problem) -> dict:
-    """Runs the launchers on CPU tensors with every launch replaced by its compilation."""
-    kernels = {}
-    run = JITFunction.run
-
-    def compile_only(self, *args, grid, warmup, **options):
-        kernels[self.fn.__name__] = run(self, *args, grid=grid, warmup=True, **options)
-
-    JITFunction.run = compile_only
-    driver.set_active(CompileOnlyDriver(TARGETS[target]))
-    dtype, heads = getattr(torch, problem.dtype), 2 * problem.group_size
+def launch(target: str, problem: Problem) -> None:
+    """Calls the launchers on CPU tensors."""
+    dtype, heads, length = getattr(torch, problem.dtype), 2 * problem.group_size, problem.length
     v_head_dim = problem.v_head_dim or problem.head_dim
-    q = torch.empty(1, LENGTH, heads, problem.head_dim, dtype=dtype)
-    k = torch.empty(1, LENGTH, 2, problem.head_dim, dtype=dtype)
-    v = torch.empty(1, LENGTH, 2, v_head_dim, dtype=dtype)
-    out = torch.empty(1, LENGTH, heads, v_head_dim, dtype=dtype)
-    lse = torch.empty(1, heads, LENGTH)
-    launch = tiles(target, max(problem.head_dim, v_head_dim), dtype)
-    mask = intervals(problem.mask)
-    forward(q, k, v, mask, 0.125, problem.softcap, launch)
-    backward(out, lse, q, k, v, out, lse, mask, 0.125, problem.softcap, launch, True, True)
-    JITFunction.run = run
-    return kernels
+    q = torch.empty(1, length, heads, problem.head_dim, dtype=dtype)
+    k = torch.empty(1, length, 2, problem.head_dim, dtype=dtype)
+    v = torch.empty(1, length, 2, v_head_dim, dtype=dtype)
+    out = torch.empty(1, length, heads, v_head_dim, dtype=dtype)
+    lse = torch.empty(1, heads, length)
+    mask = problem.intervals()
+    rows = tiles(target, max(problem.head_dim, v_head_dim), dtype, mask.is_full)
+    forward(q, k, v, mask, 0.125, problem.softcap, rows)
+    backward(out, lse, q, k, v, out, lse, mask, 0.125, problem.softcap, rows, True, True)
 
 
+@functools.cache
 def spilled_bytes(ptx: str, target: str) -> int:
     program = "ptxas-blackwell" if target == "sm_100" else "ptxas"
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / program
@@ -106,23 +98,37 @@ def spilled_bytes(ptx: str, target: str) -> int:
     return int(re.search(r"(\d+) bytes spill stores", report).group(1))
 
 
+def report_on(kernel, target: str) -> dict[str, int]:
+    """What a compiled kernel needs and holds: bytes, and numbers of instructions in its assembly."""
+    report = {"shared": kernel.metadata.shared, "allowed": SHARED_MEMORY[target]}
+    if "amdgcn" in kernel.asm:
+        assembly = kernel.asm["amdgcn"]
+        report["spilled"] = int(re.search(r"\.private_segment_fixed_size: +(\d+)", assembly).group(1))
+        report["atomics"] = assembly.count("_atomic_")
+    else:
+        assembly = kernel.asm["ptx"]
+        report["spilled"] = spilled_bytes(assembly, target)
+        report["atomics"] = len(re.findall(r"\b(?:atom|red|cp\.reduce)\.", assembly))
+        report["wgmma"] = assembly.count("wgmma.mma_async")
+        report["tma"] = assembly.count("cp.async.bulk.tensor")
+    return report
+
+
 def main() -> None:
-    target, *settings = sys.argv[1:]
-    fields = {name: default for name, default in vars(Problem()).items()}
-    for setting in settings:
-        name, value = setting.split("=")
-        fields[name] = value if isinstance(fields[name], str) else float(value) if name == "softcap" else int(value)
-    kernels = compiled_kernels(target, Problem(**fields))
-    for name, kernel in kernels.items():
-        report = {"kernel": name, "shared": kernel.metadata.shared, "allowed": SHARED_MEMORY[target]}
-        if "ptx" in kernel.asm:
-            ptx = kernel.asm["ptx"]
-            report |= {
-                "spilled": spilled_bytes(ptx, target),
-                "wgmma": ptx.count("wgmma.mma_async"),
-                "tma": ptx.count("cp.async.bulk.tensor"),
-            }
-        print(json.dumps(report), flush=True)
+    target, problems = sys.argv[1], json.loads(sys.argv[2])
+    kernels = {}
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        kernels[self.fn.__name__] = run(self, *args, grid=grid, warmup=True, **options)
+
+    JITFunction.run = compile_only
+    driver.set_active(CompileOnlyDriver(TARGETS[target]))
+    for name, fields in problems.items():
+        kernels.clear()
+        launch(target, Problem(**fields))
+        for kernel_name, kernel in kernels.items():
+            print(json.dumps({"problem": name, "kernel": kernel_name, **report_on(kernel, target)}), flush=True)
 
 
 if __name__ == "__main__":

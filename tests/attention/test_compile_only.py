@@ -1,5 +1,7 @@
-"""Every architecture's kernels compile on a machine without a GPU, fit its shared memory, and hardly spill."""
+"""Every architecture's kernels compile on a machine without a GPU, with every feature, fit it, and hardly spill."""
 
+import functools
+import itertools
 import json
 import os
 import subprocess
@@ -12,36 +14,100 @@ pytest.importorskip("triton")
 
 SCRIPT = Path(__file__).with_name("compile_without_gpu.py")
 ROOT = SCRIPT.parents[2]
+ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "gfx942"]
+FORWARD, DELTA, DKDV, DQ = KERNELS = ["_fwd_kernel", "_bwd_delta_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel"]
 
+# Fields of the script's Problem, in bf16 unless given. These are what tiles.py measured on sm_90.
+MEASURED = {
+    f"{mask} {head_dim}{' fp16' * (dtype == 'float16')}": {"mask": mask, "head_dim": head_dim, "dtype": dtype}
+    for mask, head_dim, dtype in itertools.product(
+        ("causal", "full", "window", "documents"), (64, 128), ("bfloat16", "float16")
+    )
+}
+
+# What every architecture compiles; the rest is causal with head dimension 128.
+FEATURES = {
+    name: MEASURED[name]
+    for name in ("causal 64", "causal 128", "causal 128 fp16", "full 128", "window 128", "documents 128")
+} | {
+    "odd lengths": {"length": 4095},
+    "softcap 64": {"softcap": 30.0, "head_dim": 64},
+    "softcap 128": {"softcap": 30.0},
+    "grouped heads 64": {"group_size": 4, "head_dim": 64},
+    "grouped heads 128": {"group_size": 4},
+    "V head dim 64": {"v_head_dim": 64},
+    "all at once": {
+        "mask": "documents", "softcap": 30.0, "group_size": 4, "v_head_dim": 64
+    },
+    "head dim 72": {"head_dim": 72},
+    "head dim 256": {"head_dim": 256},
+    "fp32": {"dtype": "float32"},
+}  # fmt: skip
+
+# Bytes that a thread may keep in memory for want of registers, by what triton 3.7.1 and 3.6.0 make of it.
+# sm_90 has none but these: the fastest tiles all the same on an H200. Full: 3 to 10 % faster than the best without.
+# Head dimension 256: 324 TFLOP/s against 229. Grouped heads 128: 530 against 466. Softcap has the tiles of no softcap.
+SPILLS_ON_SM_90 = {
+    ("full 128", FORWARD): 116,
+    ("full 128 fp16", FORWARD): 116,
+    ("softcap 64", DKDV): 516,
+    ("softcap 64", DQ): 8,
+    ("softcap 128", DKDV): 92,
+    ("grouped heads 64", DKDV): 28,
+    ("grouped heads 128", DKDV): 44,
+    ("all at once", DKDV): 12,
+    ("head dim 256", DKDV): 164,
+}
+# Elsewhere nothing was measured: less than an accumulator of 64 x 64 over 128 threads.
+SPILLS_ELSEWHERE = 124
+EXCEPTIONS_ELSEWHERE = {
+    # Less than dK's accumulator of this tile, 128 x 128 over 256 threads.
+    ("sm_100", "grouped heads 128", DKDV): 192,
+    ("sm_100", "all at once", DKDV): 204,
+    # Triton does not know that 72 elements are whole pieces of 16 bytes, and loads them one by one.
+    ("sm_80", "head dim 72", FORWARD): 13_724,
+}
+
+
+def problems(architecture):
+    return FEATURES | MEASURED if architecture == "sm_90" else FEATURES
+
+
+def may_spill(architecture, problem, kernel):
+    if architecture == "sm_90":
+        return SPILLS_ON_SM_90.get((problem, kernel), 0)
+    return EXCEPTIONS_ELSEWHERE.get((architecture, problem, kernel), SPILLS_ELSEWHERE)
+
+
+@functools.cache
+def compiled(architecture):
+    """What the script reports, {problem: {kernel: {...}}}, and its standard error."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+    command = [sys.executable, SCRIPT, architecture, json.dumps(problems(architecture))]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    kernels = {name: {} for name in problems(architecture)}
+    for line in run.stdout.splitlines():
+        report = json.loads(line)
+        kernels[report.pop("problem")][report.pop("kernel")] = report
+    return kernels, run.stderr
+
+
+# With --dist loadgroup one worker has all of an architecture, since a worker compiles it once.
 CASES = [
-    ("sm_80", "64", "float16", "4", "1000", "0"),
-    ("sm_90", "64", "bfloat16"),
-    ("sm_90", "128", "bfloat16"),
-    ("sm_90", "72", "float16", "4", "1000", "0"),
-    ("sm_90", "256", "bfloat16"),
-    ("sm_100", "128", "bfloat16"),
-    ("gfx942", "128", "bfloat16"),
-    ("sm_90", "64", "float32"),
+    pytest.param(architecture, problem, id=f"{architecture}-{problem}", marks=pytest.mark.xdist_group(architecture))
+    for architecture in ARCHITECTURES
+    for problem in problems(architecture)
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_compiles_and_fits(case):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
-    run = subprocess.run([sys.executable, SCRIPT, *case], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    kernels = [json.loads(line) for line in run.stdout.splitlines()]
-    assert [kernel["kernel"] for kernel in kernels] == [
-        "_fwd_kernel",
-        "_bwd_delta_kernel",
-        "_bwd_dkdv_kernel",
-        "_bwd_dq_kernel",
-    ]
-    for kernel in kernels:
-        assert kernel["shared"] <= kernel["allowed"], kernel
-        # A few registers' worth outside the inner loop is harmless; an accumulator in memory is not.
-        may_spill = case[0] != "sm_90" or (case[1] != "64" and kernel["kernel"] == "_bwd_dkdv_kernel")
-        assert kernel.get("spilled", 0) <= (128 if may_spill else 0), kernel
-        if case[0] == "sm_90" and case[2] != "float32" and kernel["kernel"] != "_bwd_delta_kernel":
-            assert kernel["tma"] > 0 and kernel["wgmma"] > 0, kernel
+@pytest.mark.parametrize(("architecture", "problem"), CASES)
+def test_compiles_and_fits(architecture, problem):
+    kernels, errors = compiled(architecture)
+    assert list(kernels[problem]) == KERNELS, errors[-2000:]
+    for name, report in kernels[problem].items():
+        assert report["shared"] <= report["allowed"], (name, report)
+        assert report["spilled"] <= may_spill(architecture, problem, name), (name, report)
+        assert report["atomics"] == 0, (name, report)
+        if architecture == "sm_90" and problem != "fp32" and name != DELTA:
+            assert report["tma"] > 0 and report["wgmma"] > 0, (name, report)
