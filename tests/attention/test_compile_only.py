@@ -81,7 +81,8 @@ def may_spill(architecture, problem, kernel):
 
 @functools.cache
 def compiled(architecture):
-    """What the script reports, {problem: {kernel: {...}}}, and its standard error."""
+    """What the script reports, {problem: {kernel: {...}}}, and its standard error. A minute or so each; one worker has
+    all of this file, so each is made once."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     command = [sys.executable, SCRIPT, architecture, json.dumps(problems(architecture))]
@@ -93,15 +94,10 @@ def compiled(architecture):
     return kernels, run.stderr
 
 
-# With --dist loadgroup one worker has all of an architecture, since a worker compiles it once.
-CASES = [
-    pytest.param(architecture, problem, id=f"{architecture}-{problem}", marks=pytest.mark.xdist_group(architecture))
-    for architecture in ARCHITECTURES
-    for problem in problems(architecture)
-]
+CASES = [(architecture, problem) for architecture in ARCHITECTURES for problem in problems(architecture)]
 
 
-@pytest.mark.parametrize(("architecture", "problem"), CASES)
+@pytest.mark.parametrize(("architecture", "problem"), CASES, ids=str)
 def test_compiles_and_fits(architecture, problem):
     kernels, errors = compiled(architecture)
     assert list(kernels[problem]) == KERNELS, errors[-2000:]
