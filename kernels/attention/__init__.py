@@ -5,6 +5,7 @@ from .intervals import Intervals
 from .parity import Deviation, Reference, deviations, make_qkv
 from .spec import AttentionSpec
 from .support import Support, markdown, support_table
+from .tiles import block_sizes
 from .variants import NAMES, VARIANT_NAMES, Unsupported, choose, refusal, require, resolve, supporting
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Support",
     "Unsupported",
     "attention",
+    "block_sizes",
     "choose",
     "deviations",
     "make_qkv",

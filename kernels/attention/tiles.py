@@ -1,4 +1,5 @@
-"""The launch table of flash_v2: tiles, warps and pipeline stages by architecture, head dimension, dtype and mask.
+"""How kernels are launched: flash_v2 by a table of tiles, warps and pipeline stages for each architecture, head
+dimension, dtype and mask; flash_v1 by its paper's formula.
 
 Static on purpose: nothing is tuned at start-up, so every run and every rank launches the same kernels and
 CUDA-graph capture meets no search. Rows say what was measured; the others are only known to compile and to
@@ -101,3 +102,38 @@ def tiles(architecture: str, head_dim: int, dtype: torch.dtype, is_full: bool = 
     if is_full and full_forward is not None and rows is not FP32:
         return replace(rows[limit], forward=full_forward)
     return rows[limit]
+
+
+# What flash_v1 takes the interpreter's SRAM for, in fp32 numbers: 64 KiB.
+INTERPRETER_SRAM = 16_384
+
+
+def sram_elements(device: torch.device) -> int:
+    """M of flash_v1: the fp32 numbers that fit into the shared memory of one block of threads.
+
+    Counted in fp32 whatever the dtype, since O, dK and dV are kept in it: so a dtype changes no block, and 16-bit
+    inputs leave half of the memory for what the paper does not count, scores and copies in another layout.
+    """
+    if device.type == "cpu":
+        return INTERPRETER_SRAM
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return properties.shared_memory_per_block // 4
+    return properties.shared_memory_per_block_optin // 4
+
+
+def block_sizes(sram_elements: int, head_dim: int) -> tuple[int, int]:
+    """B_r and B_c: the queries and the keys of flash_v1's blocks, powers of two of at least 16.
+
+    K_j, V_j, Q_i and O_i of head_dim columns share the SRAM: B_c = ceil(M / 4d), B_r = min(B_c, d), rounded down.
+    head_dim is what lies on chip, the larger one of Q and V, padded to a power of two.
+
+    Source: FlashAttention (arXiv:2205.14135), algorithm 1, line 1.
+    """
+    keys = -(-sram_elements // (4 * head_dim))
+    queries = min(keys, head_dim)
+    return _power_of_two_below(queries), _power_of_two_below(keys)
+
+
+def _power_of_two_below(size: int) -> int:
+    return max(1 << (size.bit_length() - 1), 16)
