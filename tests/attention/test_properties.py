@@ -1,12 +1,14 @@
 """flash_v2 on drawn problems, of any shape, mask and layout, held to the one tolerance rule.
 
-fp32 is kept to head dimension 16: a flash backward's dP - delta cancels (NOTES.md, fp32), and drawn masks leave so few
-keys to a query that `standard`, nearly exact there, allows for little of that. Of 25 problems of up to 40 tokens each,
-the worst was at 0.5 of what the rule allows at head dimension 16, at 3.0 at 24 and 5.1 at 64. 16 bits hide it.
+fp32 is drawn up to head dimension 64 and where no query sees a single key: a flash backward's dP - delta cancels, and P
+comes back from a rounded LSE (NOTES.md, fp32), which the rule does not allow for where `standard` is nearly exact. Of
+some twenty problems at each head dimension the worst was at 0.5, 0.7 and 0.5 of what it allows at 16, 24 and 64, and at
+1.1 at 128; with queries of a single key at 1.1 at 16 and 5.1 at 64. 16 bits hide it.
 """
 
+import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from tolerance import assert_as_accurate_as_standard, make_qkv
 
@@ -35,7 +37,7 @@ GRADIENT_LAYOUTS = LAYOUTS | {
 
 
 def head_dims(dtype):
-    return st.just(16) if dtype == torch.float32 else st.sampled_from([16, 24, 40, 64, 72, 128, 256])
+    return st.sampled_from([16, 24, 40, 64] + [72, 128, 256] * (dtype == torch.float16))
 
 
 def windows(S):
@@ -77,34 +79,36 @@ def masks(draw, B, Sq, Sk):
 @st.composite
 def problems(draw):
     """Inputs with layouts, output gradient with layout, mask and softcap."""
-    dtype = draw(st.sampled_from([torch.float32, torch.float16]))
     B, Hkv, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     Sq, Sk = draw(st.integers(1, LONGEST)), draw(st.integers(1, LONGEST))
+    intervals = draw(masks(B, Sq, Sk))
+    if draw(st.booleans()):
+        intervals = intervals & draw(masks(B, Sq, Sk))
+    some_see_one_key = (intervals.dense(Sq, Sk).sum(-1) == 1).any()
+    dtype = torch.float16 if some_see_one_key else draw(st.sampled_from([torch.float32, torch.float16]))
     D, Dv = draw(head_dims(dtype)), draw(head_dims(dtype))
     tensors = make_qkv(B, Sq, Sk, group * Hkv, Hkv, D, Dv, dtype=dtype, device=DEVICE, seed=draw(st.integers(0, 9)))
     inputs = tuple(LAYOUTS[draw(st.sampled_from(list(LAYOUTS)))](x) for x in tensors)
     dout = torch.randn(B, Sq, group * Hkv, Dv, generator=torch.Generator().manual_seed(9)).to(DEVICE, dtype)
     dout = GRADIENT_LAYOUTS[draw(st.sampled_from(list(GRADIENT_LAYOUTS)))](dout)
-    intervals = draw(masks(B, Sq, Sk))
-    if draw(st.booleans()):
-        intervals = intervals & draw(masks(B, Sq, Sk))
     return inputs, dout, intervals.to(DEVICE), draw(st.sampled_from([0.0, 0.0, 1.5, 30.0]))
 
 
-@settings(
-    derandomize=True,
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(problem=problems())
-def test_any_problem_is_as_accurate_as_standard(nan_filled_outputs, problem):
-    inputs, dout, intervals, softcap = problem
-    assert_as_accurate_as_standard(
-        lambda q, k, v: ops.flash_v2(q, k, v, intervals, q.shape[-1] ** -0.5, softcap),
-        inputs,
-        intervals,
-        softcap=softcap,
-        dout=dout,
-        lse_gradient=True,
-    )
+# Up to its tenth example hypothesis draws anew; then it changes a little of those it had.
+@pytest.mark.parametrize("number", range(4))
+def test_any_problem_is_as_accurate_as_standard(number, nan_filled_outputs):
+    @seed(number)
+    @settings(max_examples=10, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(problems())
+    def hold_to_the_rule(problem):
+        inputs, dout, intervals, softcap = problem
+        assert_as_accurate_as_standard(
+            lambda q, k, v: ops.flash_v2(q, k, v, intervals, q.shape[-1] ** -0.5, softcap),
+            inputs,
+            intervals,
+            softcap=softcap,
+            dout=dout,
+            lse_gradient=True,
+        )
+
+    hold_to_the_rule()
