@@ -10,17 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from flashtrain.kernels.attention import Intervals
-
-PEAK_BF16_FLOPS = {
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200": 989e12,
-}
-"""Dense bf16 FLOP/s by the exact name that `torch.cuda.get_device_name` gives. NVIDIA's data sheets print twice
-as much for the H100 and H200, with sparsity."""
+from flashtrain.performance.devices import DEVICES, key_of
 
 
 def flops_per_token(
@@ -55,7 +45,8 @@ def visible_keys(layers: Sequence[Intervals], lengths: Sequence[int] | np.ndarra
 
 def peak_flops(device_name: str) -> float | None:
     """Return the dense bf16 peak in FLOP/s, or None for a device that is not in the table."""
-    return PEAK_BF16_FLOPS.get(device_name)
+    key = key_of(device_name)
+    return None if key is None else DEVICES[key].half_flops
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak: float | None) -> float | None:

@@ -44,8 +44,10 @@ def attention(
         raise ValueError(f"attention: scale must be above 0, not {scale}")
     if softcap < 0:
         raise ValueError(f"attention: softcap must be above 0, or 0 for none, not {softcap}")
+    chosen = VARIANTS[name]
+    attend = chosen.attend if return_lse or chosen.attend_alone is None else chosen.attend_alone
     with torch.autocast(q.device.type, enabled=False):
-        out, lse = VARIANTS[name].attend(q, k, v, intervals, scale, softcap)
+        out, lse = attend(q, k, v, intervals, scale, softcap)
     if not return_lse:
         return out
     assert lse is not None, f"{name} said that it returns the lse"

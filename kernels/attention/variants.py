@@ -16,7 +16,7 @@ from . import limits, ops, sdpa
 from .flex import flex
 from .intervals import Intervals
 from .spec import AttentionSpec
-from .standard import standard
+from .standard import out_alone, standard
 
 log = logging.getLogger(__name__)
 
@@ -30,15 +30,22 @@ class Unsupported(ValueError):
 @dataclass(frozen=True)
 class Variant:
     """What it is, in words, for the table of what each supports; `unsupported(spec)` is why not, or None;
-    `attend(q, k, v, intervals, scale, softcap)` is (out, lse or None)."""
+    `attend(q, k, v, intervals, scale, softcap)` is (out, lse or None); `attend_alone`, where there is one, is
+    (out, None) for less, and called where nobody asks for the lse."""
 
     description: str
     unsupported: Callable[[AttentionSpec], str | None]
     attend: Attend
+    attend_alone: Attend | None = None
 
 
 VARIANTS = {
-    "standard": Variant("the textbook: S and P written out; the oracle of all tests", limits.standard, standard),
+    "standard": Variant(
+        "the textbook: S and P written out; the oracle of all tests", limits.standard, standard, out_alone
+    ),
+    "flash_v1": Variant(
+        "FlashAttention's first algorithm, in Triton, for study", limits.flash_v1, ops.flash_v1
+    ),
     "flash_v2": Variant("our Triton kernels: forward, backward, no atomics", limits.flash_v2, ops.flash_v2),
     "sdpa_math": Variant("PyTorch's plain kernel", limits.sdpa_math, sdpa.sdpa_math),
     "sdpa_efficient": Variant("PyTorch's memory-efficient kernel", limits.sdpa_efficient, sdpa.sdpa_efficient),

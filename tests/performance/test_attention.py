@@ -33,7 +33,7 @@ def variant_that(monkeypatch):
     """variant_that(attend) -> the name of a variant that can do everything and does that."""
 
     def add(attend):
-        monkeypatch.setitem(VARIANTS, "made_up", replace(VARIANTS["standard"], attend=attend))
+        monkeypatch.setitem(VARIANTS, "made_up", replace(VARIANTS["standard"], attend=attend, attend_alone=None))
         return "made_up"
 
     return add
