@@ -65,7 +65,6 @@ EXCEPTIONS_ELSEWHERE = {
     ("sm_100", "grouped heads 128", DKDV): 192,
     ("sm_100", "all at once", DKDV): 204,
     # Triton does not know that 72 elements are whole pieces of 16 bytes, and loads them one by one.
-    ("sm_80", "head dim 72", FORWARD): 13_724,
 }
 
 
