@@ -22,6 +22,10 @@ def standard(spec: AttentionSpec) -> str | None:
     return _dtype(spec, _DOUBLE)
 
 
+def flash_v1(spec: AttentionSpec) -> str | None:
+    return flash_v2(spec) or _no_softcap(spec) or _full_or_causal(spec)
+
+
 def flash_v2(spec: AttentionSpec) -> str | None:
     return (
         _device_of_triton(spec)

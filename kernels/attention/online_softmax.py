@@ -3,7 +3,9 @@
 The row maximum is in units of the raw scores, the row sum relative to it. Exponentials are base 2 with
 scale * log2(e) folded into one multiply-add, so the scale must be positive. No key so far: maximum -inf,
 sum 0.
-Source: FlashAttention-2 (arXiv:2307.08691), algorithm 1; Milakov and Gimelshein, arXiv:1805.02867.
+flash_v1 joins states instead, of exponentials to base e and scores that are scaled already: merge.
+Source: FlashAttention-2 (arXiv:2307.08691), algorithm 1; Milakov and Gimelshein, arXiv:1805.02867; FlashAttention
+(arXiv:2205.14135), section 3.1.
 """
 
 import triton
@@ -44,3 +46,18 @@ def softmax_finish(acc_MD, row_max_M, row_sum_M, scale_log2e):
     # An empty row's maximum is -inf already.
     lse_M = (row_max_M * scale_log2e + tl.log2(divisor_M)) * LN_2
     return out_MD, lse_M
+
+
+@triton.jit
+def softmax_merge(m_a, l_a, m_b, l_b):
+    """Joins maximum m and sum l = sum exp(s - m) of two parts of a row, elementwise.
+
+    Returns m, l, and the factors exp(m_a - m) and exp(m_b - m), by which the numerators f = sum exp(s - m) v of the
+    parts add up to that of both.
+    """
+    m = tl.maximum(m_a, m_b)
+    # (-inf) - (-inf) is NaN: where neither part has a key, subtract 0.
+    shift = tl.where(m == float("-inf"), 0.0, m)
+    factor_a = tl.exp(m_a - shift)
+    factor_b = tl.exp(m_b - shift)
+    return m, factor_a * l_a + factor_b * l_b, factor_a, factor_b

@@ -43,9 +43,7 @@ VARIANTS = {
     "standard": Variant(
         "the textbook: S and P written out; the oracle of all tests", limits.standard, standard, out_alone
     ),
-    "flash_v1": Variant(
-        "FlashAttention's first algorithm, in Triton, for study", limits.flash_v1, ops.flash_v1
-    ),
+    "flash_v1": Variant("FlashAttention as first published, for study", limits.flash_v1, ops.flash_v1),
     "flash_v2": Variant("our Triton kernels: forward, backward, no atomics", limits.flash_v2, ops.flash_v2),
     "sdpa_math": Variant("PyTorch's plain kernel", limits.sdpa_math, sdpa.sdpa_math),
     "sdpa_efficient": Variant("PyTorch's memory-efficient kernel", limits.sdpa_efficient, sdpa.sdpa_efficient),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tolerance import assert_as_accurate_as_standard, make_qkv
 
-from flashtrain.kernels.attention import Intervals, attention, ops
+from flashtrain.kernels.attention import Intervals, attention
 
 CAUSAL = Intervals.causal()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,22 +39,23 @@ masks = pytest.mark.parametrize("mask", [window, documents], ids=["window", "doc
 @masks
 def test_opcheck_of_the_forward(mask):
     q, k, v = (x.requires_grad_() for x in small_qkv())
-    torch.library.opcheck(ops._forward, (q, k, v, *mask()))
+    torch.library.opcheck(torch.ops.flashtrain.flash_v2.default, (q, k, v, *mask()))
 
 
 @masks
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["all", "dq", "dkdv"])
 def test_opcheck_of_the_backward(mask, needs):
     q, k, v = small_qkv()
-    out, lse = ops._forward(q, k, v, *mask())
-    torch.library.opcheck(ops._backward, (out, lse, q, k, v, out, lse, *mask(), *needs))
+    out, lse = torch.ops.flashtrain.flash_v2(q, k, v, *mask())
+    inputs = (out, lse, q, k, v, out, lse, *mask(), *needs)
+    torch.library.opcheck(torch.ops.flashtrain.flash_v2_backward.default, inputs)
 
 
 def test_fakes_give_the_real_strides():
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in small_qkv())
-    real = ops._forward(q, k, v, *window())
+    real = torch.ops.flashtrain.flash_v2(q, k, v, *window())
     with torch._subclasses.FakeTensorMode() as mode:
-        fake = ops._forward(*map(mode.from_tensor, (q, k, v)), *window())
+        fake = torch.ops.flashtrain.flash_v2(*map(mode.from_tensor, (q, k, v)), *window())
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 

@@ -15,8 +15,8 @@ from ..geometry import block_of_step, block_ranges, inside, key_bounds, mask_arg
 from ..intervals import Intervals
 from ..softcap import cap_gradient, cap_scores, score_units
 from ..tiles import Tiles
+from ..views import VARYING, addressable, load_tile, padded_head_dim, store_tile, view
 from .programs import key_tile, query_tile
-from .views import VARYING, addressable, load_tile, padded_head_dim, store_tile, view
 
 DELTA_ROWS = 64
 

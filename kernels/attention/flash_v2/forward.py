@@ -17,8 +17,8 @@ from ..intervals import Intervals
 from ..online_softmax import softmax_finish, softmax_start, softmax_update
 from ..softcap import cap_scores, score_units
 from ..tiles import Tiles
+from ..views import VARYING, addressable, load_tile, padded_head_dim, store_tile, view
 from .programs import query_tile
-from .views import VARYING, addressable, load_tile, padded_head_dim, store_tile, view
 
 
 @triton.jit

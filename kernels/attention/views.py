@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 ALIGNMENT_BYTES = 16
+ALIGNMENT_BITS: tl.constexpr = tl.constexpr(8 * ALIGNMENT_BYTES)
 
 # Kernel arguments whose values 1 and multiples of 16 get no compilation of their own.
 VARYING = ("kv_len", "num_q_heads", "num_kv_heads", "left", "right")
@@ -69,12 +70,19 @@ def store_tile(x, tile, b, h, first, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def _addresses(x, b, h, first, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CLIP: tl.constexpr):
     ptr, stride_b, stride_h, stride_s, num_rows, head_dim = x
+    UNIT: tl.constexpr = ALIGNMENT_BITS // ptr.dtype.element_ty.primitive_bitwidth
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK_D)[None, :]
-    ptr += tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h
-    ptr += tl.cast(first, tl.int64) * stride_s
-    ptrs = ptr + (row.to(tl.int64) * stride_s + column)
-    inside = column < head_dim
+    ptr += tl.cast(b, tl.int64) * _multiple(stride_b, UNIT) + tl.cast(h, tl.int64) * _multiple(stride_h, UNIT)
+    ptr += tl.cast(first, tl.int64) * _multiple(stride_s, UNIT)
+    ptrs = ptr + (row.to(tl.int64) * _multiple(stride_s, UNIT) + column)
+    inside = column < _multiple(head_dim, UNIT)
     if CLIP:
         inside = inside & (row < num_rows - first)
     return ptrs, inside
+
+
+@triton.jit
+def _multiple(x, UNIT: tl.constexpr):
+    """x, which is a multiple of UNIT, in words that the compiler reads: else it moves rows element by element."""
+    return x // UNIT * UNIT
