@@ -31,6 +31,11 @@ class Device:
     fp32_flops: float
     """fp32 peak outside the tensor cores, FLOP/s."""
 
+    @property
+    def sram_elements(self) -> int:
+        """M of flash_v1: fp32 numbers in the shared memory of one block of threads; CUDA keeps 1 KiB of each SM."""
+        return (self.sram_bytes - KIB) // 4
+
     def peak_flops(self, dtype: torch.dtype) -> float:
         """FLOP/s of matrix products in a dtype of 16 bits, or in exact fp32."""
         return self.fp32_flops if dtype.itemsize > 2 else self.half_flops

@@ -5,7 +5,7 @@ from .intervals import Intervals
 from .parity import Deviation, Reference, deviations, make_qkv
 from .spec import AttentionSpec
 from .support import Support, markdown, support_table
-from .tiles import block_sizes
+from .tiles import Tile, Tiles, architecture, block_sizes, sram_elements, tiles
 from .variants import NAMES, VARIANT_NAMES, Unsupported, choose, refusal, require, resolve, supporting
 
 __all__ = [
@@ -16,7 +16,10 @@ __all__ = [
     "Intervals",
     "Reference",
     "Support",
+    "Tile",
+    "Tiles",
     "Unsupported",
+    "architecture",
     "attention",
     "block_sizes",
     "choose",
@@ -26,6 +29,8 @@ __all__ = [
     "refusal",
     "require",
     "resolve",
+    "sram_elements",
     "support_table",
     "supporting",
+    "tiles",
 ]
