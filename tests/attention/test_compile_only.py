@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ SCRIPT = Path(__file__).with_name("compile_without_gpu.py")
 ROOT = SCRIPT.parents[2]
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "gfx942"]
 FORWARD, DELTA, DKDV, DQ = KERNELS = ["_fwd_kernel", "_bwd_delta_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel"]
+FLASH_V1_KERNELS = [FORWARD, BACKWARD := "_bwd_kernel"]
 
 # Fields of the script's Problem, in bf16 unless given. These are what tiles.py measured on sm_90.
 MEASURED = {
@@ -44,6 +46,13 @@ FEATURES = {
     "fp32": {"dtype": "float32"},
 }  # fmt: skip
 
+FLASH_V1 = {
+    "flash_v1 64": {"variant": "flash_v1", "head_dim": 64},
+    "flash_v1 128": {"variant": "flash_v1", "mask": "full"},
+    "flash_v1 all at once": {"variant": "flash_v1", "group_size": 4, "v_head_dim": 64},
+    "flash_v1 fp32": {"variant": "flash_v1", "dtype": "float32"},
+}
+
 # Bytes that a thread may keep in memory for want of registers, by what triton 3.7.1 and 3.6.0 make of it.
 # sm_90 has none but these: the fastest tiles all the same on an H200. Full: 3 to 10 % faster than the best without.
 # Head dimension 256: 324 TFLOP/s against 229. Grouped heads 128: 530 against 466. Softcap has the tiles of no softcap.
@@ -64,15 +73,20 @@ EXCEPTIONS_ELSEWHERE = {
     # Less than dK's accumulator of this tile, 128 x 128 over 256 threads.
     ("sm_100", "grouped heads 128", DKDV): 192,
     ("sm_100", "all at once", DKDV): 204,
-    # Triton does not know that 72 elements are whole pieces of 16 bytes, and loads them one by one.
 }
+
+# Its paper sets the blocks. One kernel for dK, dV and dQ spills; in fp32, whose exact products keep operands in
+# registers, all do, up to 42 KB a thread on sm_90.
+FLASH_V1_SPILLS = {FORWARD: 64, BACKWARD: 600}
 
 
 def problems(architecture):
-    return FEATURES | MEASURED if architecture == "sm_90" else FEATURES
+    return FEATURES | FLASH_V1 | MEASURED if architecture == "sm_90" else FEATURES | FLASH_V1
 
 
 def may_spill(architecture, problem, kernel):
+    if problem in FLASH_V1:
+        return math.inf if problem == "flash_v1 fp32" else FLASH_V1_SPILLS[kernel]
     if architecture == "sm_90":
         return SPILLS_ON_SM_90.get((problem, kernel), 0)
     return EXCEPTIONS_ELSEWHERE.get((architecture, problem, kernel), SPILLS_ELSEWHERE)
@@ -99,10 +113,11 @@ CASES = [(architecture, problem) for architecture in ARCHITECTURES for problem i
 @pytest.mark.parametrize(("architecture", "problem"), CASES, ids=str)
 def test_compiles_and_fits(architecture, problem):
     kernels, errors = compiled(architecture)
-    assert list(kernels[problem]) == KERNELS, errors[-2000:]
+    assert list(kernels[problem]) == (FLASH_V1_KERNELS if problem in FLASH_V1 else KERNELS), errors[-2000:]
     for name, report in kernels[problem].items():
         assert report["shared"] <= report["allowed"], (name, report)
         assert report["spilled"] <= may_spill(architecture, problem, name), (name, report)
         assert report["atomics"] == 0, (name, report)
-        if architecture == "sm_90" and problem != "fp32" and name != DELTA:
-            assert report["tma"] > 0 and report["wgmma"] > 0, (name, report)
+        if architecture == "sm_90" and "fp32" not in problem and name != DELTA:
+            assert report["wgmma"] > 0, (name, report)
+            assert (report["tma"] > 0) == (problem not in FLASH_V1), (name, report)
