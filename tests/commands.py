@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from flashtrain import bench, check, evaluate, fit, generate
+from flashtrain import bench, check, evaluate, explain, fit, generate
 from flashtrain.config import RUN
 from flashtrain.entry import main
 
@@ -16,6 +16,7 @@ VERBS = {
     "-m flashtrain.generate": (generate.run, RUN),
     "-m flashtrain.check": (check.run, check.ROOT),
     "-m flashtrain.bench": (bench.run, bench.ROOT),
+    "-m flashtrain.explain": (explain.run, explain.ROOT),
 }
 
 SMALL = [
@@ -56,6 +57,15 @@ SMALL_BENCH = [
     "longest_document=40",
     "warmup=1",
     "rounds=3",
+]
+
+SMALL_EXPLAIN = [
+    "length=128",
+    "lengths=[64,128,256]",
+    "num_heads=2",
+    "head_dim=16",
+    "window=10",
+    "longest_document=40",
 ]
 
 

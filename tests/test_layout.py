@@ -32,6 +32,7 @@ ALLOWED = {
     "assembly": {"config", "runs", "device", DOOR, *NOUNS},
     "entry": {"config", DOOR},
     "check": {"config", "runs", "device", "entry", "accuracy", DOOR},
+    "explain": {"config", "runs", "device", "entry", "performance", DOOR},
     "bench": {"config", "runs", "device", "entry", "performance", DOOR},
     **{verb: {"assembly", "config", "runs", "entry", *NOUNS, *VERBS} for verb in VERBS},
 }

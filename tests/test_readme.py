@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import SMALL, SMALL_BENCH, SMALL_CHECK, VERBS, run_command
+from commands import SMALL, SMALL_BENCH, SMALL_CHECK, SMALL_EXPLAIN, VERBS, run_command
 
 from flashtrain.kernels.attention import markdown, support_table
 
@@ -35,6 +35,8 @@ def test_command_runs(folder, monkeypatch, command):
         small = SMALL_BENCH
     elif "flashtrain.check" in command:
         small = SMALL_CHECK
+    elif "flashtrain.explain" in command:
+        small = SMALL_EXPLAIN
     elif "train.py" in command and "resume=" not in command:
         small = [*SMALL, "model.vocab_size=257"]
     else:

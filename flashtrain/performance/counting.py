@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flashtrain.kernels.attention import Intervals, attention, make_qkv
-from flashtrain.performance.io import Shape
-from flashtrain.performance.traffic import READ, WRITE, Transfer
+from flashtrain.kernels.attention import Intervals, architecture, attention, make_qkv, sram_elements, tiles
+from flashtrain.performance.io import Launch, Shape, predict
+from flashtrain.performance.traffic import READ, WRITE, Transfer, elements_by_matrix
 
 Counted = dict[str, tuple[Transfer, ...]]
 """pass (forward, backward) -> what it moved."""
@@ -160,7 +160,7 @@ def _first_matrix(event: _Event) -> Tensor:
 
 @contextmanager
 def interpreted_traffic() -> Iterator[Callable[[], tuple[Transfer, ...]]]:
-    """Within, what interpreted kernels load and store is counted; the function given takes the count and restarts it."""
+    """Within, what interpreted kernels load and store is counted; the function given takes the count."""
     from triton.runtime import interpreter
 
     builder, executor = interpreter.interpreter_builder, interpreter.GridExecutor
@@ -240,3 +240,35 @@ def _tensors(value: object) -> list[Tensor]:
 def _extent(x: Tensor) -> int:
     """Elements from the first to the last, with what lies between."""
     return 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One pass of a variant, counted and by the model: (matrix, direction) -> elements."""
+
+    variant: str
+    pass_name: str
+    counted: Counter[tuple[str, str]]
+    model: Counter[tuple[str, str]]
+
+
+def compare(variant: str, shape: Shape, intervals: Intervals) -> list[Comparison]:
+    """Both passes of a variant of io.py, in fp32, with the launch that the kernels have in the interpreter.
+
+    Left out are vectors of a mask's bounds in `standard`, and what PyTorch does before and after flash_v1's kernels.
+    """
+    dtype, cpu = torch.float32, torch.device("cpu")
+    launch = Launch(tiles(architecture(cpu), shape.head_dim, dtype, intervals.is_full), sram_elements(cpu))
+    if variant == "standard":
+        counted = count_standard(shape, intervals, dtype)
+    else:
+        counted = count_kernels(variant, shape, intervals, dtype)
+    found = []
+    for pass_name, transfers in counted.items():
+        model = predict(variant, pass_name, shape, intervals, dtype, launch).transfers
+        if variant == "standard":
+            transfers = [one for one in transfers if one.matrix != "bounds"]
+        else:
+            model = [one for one in model if one.pass_name in KERNELS.values()]
+        found.append(Comparison(variant, pass_name, elements_by_matrix(transfers), elements_by_matrix(model)))
+    return found

@@ -32,6 +32,11 @@ class Device:
     """fp32 peak outside the tensor cores, FLOP/s."""
 
     @property
+    def sm(self) -> int:
+        """The compute capability, as in sm_90."""
+        return int(self.architecture.removeprefix("sm_"))
+
+    @property
     def sram_elements(self) -> int:
         """M of flash_v1: fp32 numbers in the shared memory of one block of threads; CUDA keeps 1 KiB of each SM."""
         return (self.sram_bytes - KIB) // 4

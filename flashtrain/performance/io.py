@@ -62,8 +62,11 @@ class Work:
     flops: int
     transfers: tuple[Transfer, ...]
     reused_bytes: int
-    """Of what is read again: all that has to stay in L2 at a time if HBM is to see it once. For a kernel, of one head
-    of a row."""
+    """What is read again and again while a head of a row is worked on; of PyTorch's operators, S whole."""
+    heads: int
+    """Of all rows; the programs of a head run side by side, then those of the next. 1 for PyTorch's operators."""
+    programs: int | None
+    """Of a head; None: as many as PyTorch wants."""
 
 
 def predict(
@@ -159,7 +162,7 @@ def _product(rows: int, columns: int, depth: int) -> int:
     return 2 * rows * columns * depth
 
 
-def _padded(head_dim: int) -> int:
+def padded(head_dim: int) -> int:
     """What the kernels compute with: the next power of two from 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
@@ -228,7 +231,13 @@ class _Passes:
 
 def _standard_work(products: int, shape: Shape, itemsize: int, passes: _Passes) -> Work:
     scores = shape.q_rows * shape.kv_len
-    return Work(products * _product(scores, 1, shape.head_dim), tuple(passes.transfers), scores * itemsize)
+    return Work(
+        flops=products * _product(scores, 1, shape.head_dim),
+        transfers=tuple(passes.transfers),
+        reused_bytes=scores * itemsize,
+        heads=1,
+        programs=None,
+    )
 
 
 def _queries_are_copied(shape: Shape) -> bool:
@@ -247,13 +256,13 @@ def _mask_elements(shape: Shape, intervals: Intervals) -> int:
 
 def _flash_v1_forward(shape: Shape, intervals: Intervals, itemsize: int, launch: Launch) -> Work:
     D, heads = shape.head_dim, shape.num_q_heads
-    B_r, B_c = block_sizes(launch.sram_elements, _padded(D))
+    B_r, B_c = block_sizes(launch.sram_elements, padded(D))
     seen = _visits(shape, intervals, B_c, B_r, by_keys=True)
     rows = heads * seen.rows  # of Q, O, l and m: all that a block of keys meets, in each head, for each block
     start, kernel, finish = (_Asked(name, shape, itemsize) for name in ("start", "forward", "finish"))
     statistics = shape.q_rows
     return Work(
-        flops=2 * heads * seen.steps * _product(B_r, B_c, _padded(D)),
+        flops=2 * heads * seen.steps * _product(B_r, B_c, padded(D)),
         transfers=(
             start.part("O", WRITE, statistics * D, FLOAT_BYTES),
             *start.parts("l m", WRITE, statistics, FLOAT_BYTES),
@@ -269,17 +278,19 @@ def _flash_v1_forward(shape: Shape, intervals: Intervals, itemsize: int, launch:
             *finish.parts("log(l) LSE", WRITE, statistics, FLOAT_BYTES),
         ),
         reused_bytes=shape.q_len * (D * (itemsize + FLOAT_BYTES) + 2 * FLOAT_BYTES),
+        heads=shape.batch * heads,
+        programs=1,
     )
 
 
 def _flash_v1_backward(shape: Shape, intervals: Intervals, itemsize: int, launch: Launch) -> Work:
     D, heads = shape.head_dim, shape.num_q_heads
-    B_r, B_c = block_sizes(launch.sram_elements, _padded(D))
+    B_r, B_c = block_sizes(launch.sram_elements, padded(D))
     seen = _visits(shape, intervals, B_c, B_r, by_keys=True)
     rows = heads * seen.rows
     start, kernel, finish = (_Asked(name, shape, itemsize) for name in ("start", "backward", "finish"))
     return Work(
-        flops=5 * heads * seen.steps * _product(B_r, B_c, _padded(D)),
+        flops=5 * heads * seen.steps * _product(B_r, B_c, padded(D)),
         transfers=(
             start.part("dQ", WRITE, shape.q_rows * D, FLOAT_BYTES),
             *start.write("dK", "dV"),
@@ -292,6 +303,8 @@ def _flash_v1_backward(shape: Shape, intervals: Intervals, itemsize: int, launch
             *_rounded(finish, "dQ", shape.q_rows * D, itemsize),
         ),
         reused_bytes=shape.group_size * shape.q_len * (D * (3 * itemsize + FLOAT_BYTES) + 2 * FLOAT_BYTES),
+        heads=shape.batch * shape.num_kv_heads,
+        programs=1,
     )
 
 
@@ -307,7 +320,7 @@ def _flash_v2_forward(shape: Shape, intervals: Intervals, itemsize: int, launch:
     seen = _visits(shape, intervals, tile.BLOCK_M, tile.BLOCK_N)
     kernel = _Asked("forward", shape, itemsize)
     return Work(
-        flops=2 * heads * seen.steps * _product(tile.BLOCK_M, tile.BLOCK_N, _padded(D)),
+        flops=2 * heads * seen.steps * _product(tile.BLOCK_M, tile.BLOCK_N, padded(D)),
         transfers=(
             *kernel.read("Q"),
             *kernel.parts("K V", READ, heads * seen.rows * D),
@@ -316,6 +329,8 @@ def _flash_v2_forward(shape: Shape, intervals: Intervals, itemsize: int, launch:
             *seen.bounds(kernel, heads, shape.q_rows),
         ),
         reused_bytes=2 * shape.kv_len * D * itemsize,
+        heads=shape.batch * heads,
+        programs=-(-shape.q_len // tile.BLOCK_M),
     )
 
 
@@ -326,8 +341,8 @@ def _flash_v2_backward(shape: Shape, intervals: Intervals, itemsize: int, launch
     queries = _visits(shape, intervals, key_tile.BLOCK_N, key_tile.BLOCK_M, by_keys=True)
     keys = _visits(shape, intervals, query_tile.BLOCK_M, query_tile.BLOCK_N)
     return Work(
-        flops=4 * heads * queries.steps * _product(key_tile.BLOCK_M, key_tile.BLOCK_N, _padded(D))
-        + 3 * heads * keys.steps * _product(query_tile.BLOCK_M, query_tile.BLOCK_N, _padded(D)),
+        flops=4 * heads * queries.steps * _product(key_tile.BLOCK_M, key_tile.BLOCK_N, padded(D))
+        + 3 * heads * keys.steps * _product(query_tile.BLOCK_M, query_tile.BLOCK_N, padded(D)),
         transfers=(
             *delta.read("O", "dO"),
             *delta.parts("LSE dLSE", READ, shape.q_rows, FLOAT_BYTES),
@@ -344,6 +359,8 @@ def _flash_v2_backward(shape: Shape, intervals: Intervals, itemsize: int, launch
             *keys.bounds(dq, heads, shape.q_rows),
         ),
         reused_bytes=2 * max(shape.kv_len, shape.group_size * shape.q_len) * D * itemsize,
+        heads=shape.batch * kv_heads,
+        programs=-(-shape.kv_len // key_tile.BLOCK_N),
     )
 
 

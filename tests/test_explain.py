@@ -1,0 +1,172 @@
+"""`python -m flashtrain.explain` from the command line to its files, on a machine without a GPU."""
+
+import json
+
+import matplotlib.image
+import pytest
+import torch
+from commands import SMALL_EXPLAIN, run_command
+
+from flashtrain.performance.devices import DEVICES
+from flashtrain.performance.explanation import data_size, duration
+from flashtrain.performance.io import standard_elements
+
+COMMAND = "python -m flashtrain.explain"
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder_without_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def explain(tmp_path, capsys):
+    """explain("key=value", ...) -> (what the terminal shows, explain.json)."""
+
+    def run(*overrides):
+        run_command(COMMAND, *SMALL_EXPLAIN, "device=a100", "output=told", *overrides)
+        return capsys.readouterr().out, json.loads((tmp_path / "told" / "explain.json").read_text())
+
+    return run
+
+
+def mistake(*overrides):
+    with pytest.raises(SystemExit) as stop:
+        run_command(COMMAND, *SMALL_EXPLAIN, *overrides)
+    return stop.value.code.removeprefix("error: ")
+
+
+def test_the_file_holds_every_number_of_the_tables(explain):
+    shown, found = explain()
+    assert [(row["length"], row["pass"], row["variant"]) for row in found["cases"]] == [
+        (length, pass_name, variant)
+        for length in (64, 128, 256)
+        for pass_name in ("forward", "backward")
+        for variant in ("standard", "flash_v1", "flash_v2")
+    ]
+    lines = shown.splitlines()
+    for row in found["cases"]:
+        assert row["asked_bytes"] == sum(one["bytes"] for one in row["transfers"])
+        assert all(one["bytes"] == one["elements"] * one["element_bytes"] for one in row["transfers"])
+        assert row["compulsory_bytes"] <= row["hbm_bytes"] <= row["asked_bytes"]
+        assert row["flops_per_byte"] == row["flops"] / row["hbm_bytes"]
+        assert row["measured_seconds"] is None
+        if row["length"] == 128:
+            line = next(one for one in lines if one.startswith(f" {row['variant']} {row['pass']}"))
+            for figure in (row["asked_bytes"], row["compulsory_bytes"], row["hbm_bytes"]):
+                assert data_size(figure) in line
+            assert row["bound"] in line and duration(row["least_seconds"]) in line
+
+
+def test_the_least_time_is_the_larger_of_the_two(explain):
+    _, found = explain()
+    rates = found["rates"]
+    assert (rates["flops"], rates["bandwidth"], rates["measured"]) == (312e12, 2039e9, False)
+    for row in found["cases"]:
+        compute = row["flops"] / row["share_of_sms"] / rates["flops"]
+        memory = row["hbm_bytes"] / rates["bandwidth"]
+        assert row["least_seconds"] == pytest.approx(max(compute, memory))
+        assert row["bound"] == ("compute" if compute > memory else "memory")
+
+
+def test_standard_is_the_closed_form_in_the_text_and_the_file(explain):
+    shown, found = explain("mask=full", "variants=[standard]", "passes=[forward]")
+    (row,) = [row for row in found["cases"] if row["length"] == 128]
+    once = standard_elements(128, 16)
+    assert sum(one["elements"] for one in row["transfers"]) == 2 * once
+    assert f"4Nd + 4N^2 = {once:,} elements (N = 128, d = 16)" in shown
+
+
+def test_the_text_is_right_where_others_err(explain):
+    shown, found = explain()
+    told = " ".join(shown.split())
+    assert "softmax = f / l: the numerator is f, the denominator l" in told
+    assert "O = P V, what is read is P, not S" in told
+    assert all(" ".join(paragraph.split()) in told for paragraph in found["text"])
+
+
+def test_the_text_follows_the_numbers(explain):
+    """At 128 tokens S fits into L2; at 16k, with 16 heads, neither S nor flash_v1's carried rows do."""
+    shown, _ = explain("length=16384", "lengths=[16384]", "num_heads=16", "head_dim=128", "passes=[forward]")
+    told = " ".join(shown.split())
+    assert "standard forward: 2,199 GFLOP" in told and "It does not fit, so HBM sees all that is asked for" in told
+    assert "bound by memory" in told and "on the 15% of the SMs that it has programs for" in told
+
+
+def test_passes_that_a_mask_adds_are_named(explain):
+    shown, _ = explain("mask=causal")
+    assert "S = scale Q K^T, make the mask, mask S, P = softmax(S), O = P V" in " ".join(shown.split())
+
+
+def test_who_cannot_do_the_mask_says_so_and_is_left_out(explain):
+    shown, found = explain("mask=documents", "batch=2")
+    assert "flash_v1 takes the full and the causal mask, not documents" in shown
+    assert set(found["refused"]) == {"flash_v1"}
+    assert {row["variant"] for row in found["cases"]} == {"standard", "flash_v2"}
+    assert mistake("device=h200", "mask=window", "variants=[flash_v1]").startswith("flash_v1 takes the full and")
+
+
+def test_operators_are_classed(explain):
+    shown, found = explain("length=8192", "num_heads=16", "head_dim=128", "lengths=[8192]")
+    bounds = {one["name"]: one["bound"] for one in found["operators"]}
+    assert bounds["MLP up"] == bounds["attention, flash_v2"] == "compute"
+    assert bounds["softmax P"] == bounds["norm"] == bounds["attention, standard"] == "memory"
+    assert all(f" {name} " in shown for name in bounds)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for CPUs")
+def test_counts_are_shown_beside_the_model(explain):
+    shown, found = explain("count_length=40", "mask=causal", "num_kv_heads=1")
+    assert len(found["counted"]) == 6 and all(one["equal"] for one in found["counted"])
+    assert all(one["counted_elements"] == one["model_elements"] > 0 for one in found["counted"])
+    assert f"{found['counted'][0]['counted_elements']:,}" in shown
+
+
+def test_what_cannot_be_counted_says_why(explain, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    shown, found = explain("count_length=40")
+    assert "flash_v2 runs on cuda, or on cpu with TRITON_INTERPRET=1 in the environment, not on cpu" in shown
+    assert {one["variant"] for one in found["counted"]} == {"standard"}
+
+
+def test_the_picture_has_three_panels_side_by_side(explain, tmp_path):
+    explain()
+    height, width, _ = matplotlib.image.imread(tmp_path / "told" / "explain.png").shape
+    assert width > 3 * height
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_device_is_explained(device, tmp_path):
+    run_command(COMMAND, *SMALL_EXPLAIN, f"device={device}", "output=told")
+    assert json.loads((tmp_path / "told" / "explain.json").read_text())["device"]["label"] == DEVICES[device].label
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("device=auto", "device is auto and no GPU that is known is here; say which to explain: a100,"),
+        ("device=b200", "device has b200; did you mean h200? allowed are auto, a100,"),
+        ("variants=[flex]", "variants has flex; allowed are standard, flash_v1, flash_v2"),
+        ("variants=[]", "variants is empty; give at least one"),
+        ("mask=prefix", "mask has prefix; allowed are causal, full, window, documents"),
+        ("lengths=[64,64]", "lengths has 64 more than once; name each once"),
+        ("lengths=[0]", "lengths has 0; all must be at least 1"),
+        ("length=0", "length is 0; it must be at least 1"),
+        ("count_length=0", "count_length is 0; it must be at least 1"),
+        ("num_kv_heads=3", "num_kv_heads is 3 and does not divide the 2 heads"),
+        ("head_dim=20", "flash_v1 takes head dimensions from 16 to 256 in multiples of 8, not 20"),
+        ("head_dims=[64]", "there is no setting head_dims; did you mean head_dim?"),
+        ("dtype=float8", "dtype has float8; did you mean float32?"),
+        ("rounds=0", "rounds is 0; it must be at least 1"),
+        ("warmup=-1", "warmup is -1; it must be 0 or more"),
+        ("output=taken", "output=taken exists; name another"),
+    ],
+    ids=lambda value: value if "=" in value else "",
+)
+def test_a_mistake_ends_in_one_sentence(tmp_path, override, sentence):
+    (tmp_path / "taken").mkdir()
+    others = [] if override.startswith("device") else ["device=h200"]
+    assert mistake(*others, "variants=[flash_v1,flash_v2]", override).startswith(sentence)
+    assert [path.name for path in tmp_path.rglob("*")] == ["taken"]
