@@ -42,8 +42,8 @@ ARGUMENTS |= {"lse": "LSE", "dlse": "dLSE"}
 
 def count_standard(shape: Shape, intervals: Intervals, dtype: torch.dtype) -> Counted:
     """Both passes of `standard`, without its log-sum-exp. What makes a mask's bounds is named bounds."""
-    q, k, v, dout = _inputs(shape, dtype)
-    with _Operators() as operators:
+    q, k, v, dout = inputs(shape, dtype)
+    with Operators() as operators:
         operators.phase = "forward"
         out = attention(q, k, v, intervals, variant="standard")
         operators.phase = "backward"
@@ -54,7 +54,7 @@ def count_standard(shape: Shape, intervals: Intervals, dtype: torch.dtype) -> Co
 
 def count_kernels(variant: str, shape: Shape, intervals: Intervals, dtype: torch.dtype) -> Counted:
     """Both passes of a variant's Triton kernels, by kernel; what PyTorch does around them is not seen."""
-    q, k, v, dout = _inputs(shape, dtype)
+    q, k, v, dout = inputs(shape, dtype)
     counted = {}
     with interpreted_traffic() as take:
         out = attention(q, k, v, intervals, variant=variant)
@@ -64,7 +64,8 @@ def count_kernels(variant: str, shape: Shape, intervals: Intervals, dtype: torch
     return counted
 
 
-def _inputs(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def inputs(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """q, k and v that ask for gradients, and the gradient of out."""
     sizes = (shape.batch, shape.q_len, shape.kv_len, shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
     q, k, v = (x.requires_grad_() for x in make_qkv(*sizes, dtype=dtype))
     return q, k, v, torch.ones_like(q)
@@ -82,10 +83,12 @@ class _Event:
 
 # They take a tensor for its shape, or to write it.
 _READ_NOTHING = {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like", "zero_", "fill_"}
-_WRITE_NOTHING = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
+_WRITE_NOTHING = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "set_"}
 
 
-class _Operators(TorchDispatchMode):
+class Operators(TorchDispatchMode):
+    """Within, every operator that reads or writes a matrix is an event of the `phase` that is set."""
+
     def __init__(self):
         super().__init__()
         self.phase = ""
@@ -94,15 +97,15 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        inputs, outputs = _matrices((args, kwargs)), _matrices(result)
+        given, outputs = _matrices((args, kwargs)), _matrices(result)
         if func._schema.is_mutable:
             written = [args[0]]
-            inputs = [x for x in inputs if x is not args[0]] if name in {"copy_", *_READ_NOTHING} else inputs
+            given = [x for x in given if x is not args[0]] if name in {"copy_", *_READ_NOTHING} else given
         else:
-            taken = {_memory(x) for x in inputs}
+            taken = {_memory(x) for x in given}
             written = [x for x in outputs if _memory(x) not in taken]
         if written and name not in _WRITE_NOTHING:
-            self.events.append(_Event(self.phase, name, [] if name in _READ_NOTHING else inputs, written))
+            self.events.append(_Event(self.phase, name, [] if name in _READ_NOTHING else given, written))
         return result
 
 
@@ -255,7 +258,7 @@ class Comparison:
 def compare(variant: str, shape: Shape, intervals: Intervals) -> list[Comparison]:
     """Both passes of a variant of io.py, in fp32, with the launch that the kernels have in the interpreter.
 
-    Left out are vectors of a mask's bounds in `standard`, and what PyTorch does before and after flash_v1's kernels.
+    Left out are vectors of a mask's bounds in `standard`, and what PyTorch does before and after a kernel of flash_v1.
     """
     dtype, cpu = torch.float32, torch.device("cpu")
     launch = Launch(tiles(architecture(cpu), shape.head_dim, dtype, intervals.is_full), sram_elements(cpu))

@@ -4,9 +4,23 @@ import pytest
 import torch
 
 from flashtrain.kernels.attention import Intervals, sram_elements, tiles
-from flashtrain.performance.counting import KERNELS, compare, count_kernels, count_standard, interpreted_traffic
+from flashtrain.performance.counting import (
+    KERNELS,
+    Operators,
+    compare,
+    count_kernels,
+    count_standard,
+    inputs,
+    interpreted_traffic,
+)
 from flashtrain.performance.io import Launch, Shape, predict, standard_elements
-from flashtrain.performance.traffic import bytes_by_matrix, elements_by_matrix, elements_by_pass, total_elements
+from flashtrain.performance.traffic import (
+    bytes_by_matrix,
+    elements_by_matrix,
+    elements_by_pass,
+    total_bytes,
+    total_elements,
+)
 
 PASSES = ("forward", "backward")
 INTERPRETER = Launch(tiles("interpreter", 64, torch.float32), sram_elements(torch.device("cpu")))
@@ -119,3 +133,28 @@ def test_afterwards_the_interpreter_is_as_before():
         assert methods() != before
         raise RuntimeError("stop")
     assert methods() == before
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_what_pytorch_does_around_flash_v1_is_in_the_model(dtype):
+    """Its launchers fill O, l, m and dQ before the kernels, and round O and dQ and join l and m after them."""
+    from flashtrain.kernels.attention.flash_v1 import backward, forward
+
+    shape, mask = SHAPES["grouped"], Intervals.causal()
+    q, k, v, dout = (x.detach() for x in inputs(shape, dtype))
+    with Operators() as operators:
+        operators.phase = "forward"
+        out, lse = forward(q, k, v, mask, 0.1, INTERPRETER.sram_elements)
+        operators.phase = "backward"
+        backward(dout, lse, q, k, v, out, lse, mask, 0.1, INTERPRETER.sram_elements)
+    for pass_name in PASSES:
+        model = predict("flash_v1", pass_name, shape, mask, dtype, INTERPRETER).transfers
+        around = [one for one in model if one.pass_name in ("start", "finish")]
+        # The interpreter copies the bytes of a kernel's arguments back onto themselves.
+        events = [
+            event for event in operators.events if event.phase == pass_name and event.written[0].dtype != torch.uint8
+        ]
+        for direction, side in (("read", "read"), ("write", "written")):
+            counted = sum(x.numel() * x.element_size() for event in events for x in getattr(event, side))
+            assert counted == total_bytes(one for one in around if one.direction == direction)
