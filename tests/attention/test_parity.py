@@ -1,9 +1,9 @@
 """The parity grid: out, lse, dq, dk and dv of every variant, held to the one tolerance rule.
 
 A covering selection of mask x lengths x heads x dtype x head dimensions x softcap: every mask meets every pair of
-lengths, the rest takes turns. In Triton's interpreter for flash_v2 where there is no GPU; on a GPU in bf16 and longer
-too. fp32 meets head dimensions up to 128, and no single key, where `standard` is exact: dP - delta of a flash backward
-differs by the rounding of sums over the head dimension, which the rule does not allow for.
+lengths, the rest takes turns. In Triton's interpreter for flash_v2, and a few for flash_v1, where there is no GPU; on a GPU in bf16 and
+longer too. fp32 meets head dimensions up to 128, and no single key, where `standard` is exact: dP - delta of a flash
+backward differs by the rounding of sums over the head dimension, which the rule does not allow for.
 """
 
 import itertools
@@ -56,6 +56,8 @@ MASKS = {
 }
 SQUARE = [(S, S) for S in (1, 7, 63, 64, 65, 127, 129, 200)]
 OBLONG = [(1, 129), (129, 1), (7, 64), (65, 200), (200, 65)]
+FLASH_V1_LENGTHS = [(1, 129), (65, 65), (129, 1), (65, 200), (200, 65)]
+FLASH_V1_MASKS = ["full", "causal"]
 HEADS = [(2, 2), (4, 2), (3, 1)]
 DTYPES = [torch.float32, torch.float16]
 HEAD_DIMS = [(16, 16), (24, 24), (64, 64), (72, 48), (128, 128), (256, 256), (40, 96)]
@@ -93,9 +95,9 @@ class Case(NamedTuple):
         return f"{self.mask}-{lengths}-{heads}-{dims}{cap}-{str(self.dtype)[6:]}"
 
 
-def covering(lengths, dtypes, head_dims):
+def covering(lengths, dtypes, head_dims, masks=tuple(MASKS)):
     """Every mask with every lengths; heads, dims, cap and dtype in turns that do not run in step."""
-    for turn, (mask, (Sq, Sk)) in enumerate(itertools.product(MASKS, lengths)):
+    for turn, (mask, (Sq, Sk)) in enumerate(itertools.product(masks, lengths)):
         dtype = dtypes[turn // 2 % len(dtypes)]
         D, Dv = head_dims[turn * 2 % len(head_dims)]
         if dtype == torch.float32 and Sk == 1:
@@ -116,7 +118,7 @@ def hold_to_the_rule(variant, case, device):
         inputs,
         intervals,
         softcap=case.softcap,
-        lse_gradient=variant in ("standard", "flash_v2", "flex"),
+        lse_gradient=variant in ("standard", "flash_v1", "flash_v2", "flex"),
     )
 
 
@@ -124,6 +126,12 @@ def hold_to_the_rule(variant, case, device):
 @pytest.mark.parametrize("case", list(covering(SQUARE + OBLONG, DTYPES, HEAD_DIMS)), ids=str)
 def test_flash_v2_interpreted(case, nan_filled_outputs):
     hold_to_the_rule("flash_v2", case, "cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here")
+@pytest.mark.parametrize("case", list(covering(FLASH_V1_LENGTHS, DTYPES, HEAD_DIMS, FLASH_V1_MASKS)), ids=str)
+def test_flash_v1_interpreted(case, nan_filled_outputs):
+    hold_to_the_rule("flash_v1", case, "cpu")
 
 
 @pytest.mark.gpu

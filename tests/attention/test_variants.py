@@ -50,6 +50,10 @@ DOCUMENTS = Intervals.causal().in_documents(torch.zeros(1, 8192, dtype=torch.int
 # Every limit of every variant: the call it refuses, as a change to a call it serves, and the reason.
 REFUSALS = [
     ("standard", H200, {"dtype": torch.float8_e4m3fn}, "computes in float16, bfloat16, float32, float64, not"),
+    ("flash_v1", H200, {"head_dim": 100, "v_head_dim": 100}, "in multiples of 8, not 100"),
+    ("flash_v1", H200, {"softcap": 30.0}, "caps no scores, and softcap is 30.0"),
+    ("flash_v1", H200, {"intervals": WINDOW}, "takes the full and the causal mask, not window(1023, 0)"),
+    ("flash_v1", H200, {"intervals": DOCUMENTS}, "the causal mask, not documents, chunks or a prefix"),
     ("flash_v2", CPU, {}, "or on cpu with TRITON_INTERPRET=1 in the environment, not on cpu"),
     ("flash_v2", H200, {"device_type": "mps", "interpreted": True}, "not on mps"),
     ("flash_v2", H200, {"triton": False}, "needs Triton, which is not installed (pip install triton)"),
@@ -191,6 +195,13 @@ def test_auto_needs_no_flex_where_flash_v2_serves():
             asked = {"sm": sm, "dtype": dtype, "head_dim": D, "v_head_dim": Dv, "q_len": q_len}
             spec = replace(H200, **asked, intervals=intervals, softcap=softcap, needs_lse=needs_lse)
             assert refusal("flash_v2", spec) is None or refusal("flex", spec) is not None, asked
+
+
+def test_auto_never_takes_what_is_for_study():
+    assert "flash_v1" not in choose(replace(H200, cudnn_version=None))[0]
+    with pytest.raises(Unsupported) as error:
+        choose(replace(CPU, dtype=torch.float8_e4m3fn))
+    assert "flash_v1" not in str(error.value)
 
 
 def test_auto_says_what_it_passed_over():
