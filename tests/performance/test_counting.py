@@ -60,7 +60,7 @@ shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 @interpreted
 @shapes
-@pytest.mark.parametrize(("variant", "mask"), KERNEL_CASES, ids="-".join)
+@pytest.mark.parametrize(("variant", "mask"), KERNEL_CASES, ids=["-".join(case) for case in KERNEL_CASES])
 def test_kernels_move_what_the_model_says(variant, mask, shape):
     """Kernel by kernel, and with the bytes of each element."""
     intervals = MASKS[mask](shape)
