@@ -10,6 +10,8 @@ from commands import SMALL_EXPLAIN, run_command
 from flashtrain.performance.devices import DEVICES
 from flashtrain.performance.explanation import data_size, duration
 from flashtrain.performance.io import standard_elements
+from flashtrain.performance.roofline import Rates
+from flashtrain.performance.timing import HostClock
 
 COMMAND = "python -m flashtrain.explain"
 
@@ -135,6 +137,24 @@ def test_the_picture_has_three_panels_side_by_side(explain, tmp_path):
     explain()
     height, width, _ = matplotlib.image.imread(tmp_path / "told" / "explain.png").shape
     assert width > 3 * height
+
+
+def test_where_the_gpu_is_here_times_stand_beside_the_prediction(explain, monkeypatch):
+    """The GPU is played by the CPU."""
+    from flashtrain import explain as verb
+
+    real = verb.measure
+    monkeypatch.setattr(verb, "_device", lambda word: (DEVICES[word], True))
+    monkeypatch.setattr(verb, "achievable", lambda *args, **kwargs: Rates(1e12, 1e14, measured=True))
+    monkeypatch.setattr(verb, "CudaClock", HostClock)
+    monkeypatch.setattr(verb, "measure", lambda *args, **kwargs: real(*args, **kwargs | {"device": "cpu"}))
+    shown, found = explain("dtype=float32", "lengths=[64]", "length=64", "rounds=3", "warmup=1", "variants=[standard]")
+    assert found["rates"] == {"bandwidth": 1e12, "flops": 1e14, "measured": True}
+    assert found["nominal"]["bandwidth"] == 2039e9
+    assert "100 TFLOP/s and 1.00 TB/s measured here" in shown and "The data sheet says" in shown
+    for row in found["cases"]:
+        line = next(one for one in shown.splitlines() if one.startswith(f" {row['variant']} {row['pass']}"))
+        assert row["measured_seconds"] > 0 and duration(row["measured_seconds"]) in line
 
 
 @pytest.mark.parametrize("device", DEVICES)
