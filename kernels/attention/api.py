@@ -4,6 +4,8 @@ Shapes, dtypes and devices are checked here, once for all variants. What a varia
 limits.py, how it does it in its own file.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -30,20 +32,17 @@ def attention(
     D**-0.5 unless given; scaled scores s become softcap tanh(s / softcap) unless softcap is 0. Returns out
     (B, Sq, Hq, Dv) and, with `return_lse`, the natural log-sum-exp of each query's scores, (B, Hq, Sq) in
     float32 (float64 for float64), differentiable too. A query that sees no key gives out 0, lse -inf and zero
-    gradients.
+    gradients. What queries and keys hold must be finite, also where no query looks: 0 times NaN is NaN.
 
     Raises ValueError (shapes, devices, scale, softcap), TypeError (dtypes), or Unsupported (a ValueError) where
     `variant` does not exist or cannot serve the call: only "auto" chooses, and it logs its choice.
     """
     _check(q, k, v)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
     _check_bounds(q, k, intervals)
+    _check_scores(scale, softcap)
     name = resolve(variant, AttentionSpec.of(q, k, v, intervals, softcap=softcap, needs_lse=return_lse))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    if scale <= 0:
-        raise ValueError(f"attention: scale must be above 0, not {scale}")
-    if softcap < 0:
-        raise ValueError(f"attention: softcap must be above 0, or 0 for none, not {softcap}")
     chosen = VARIANTS[name]
     attend = chosen.attend if return_lse or chosen.attend_alone is None else chosen.attend_alone
     with torch.autocast(q.device.type, enabled=False):
@@ -97,3 +96,12 @@ def _check_bounds(q: Tensor, k: Tensor, intervals: Intervals) -> None:
             )
         if bounds.device != tensor.device:
             raise ValueError(f"attention: the mask must be on {tensor.device} as q is, not on {bounds.device}")
+        if bounds.dtype != torch.int32 or not bounds.is_contiguous():
+            raise ValueError(f"attention: the bounds of a mask must be contiguous int32, not {bounds.dtype}")
+
+
+def _check_scores(scale: float, softcap: float) -> None:
+    if not 0 < scale < math.inf:
+        raise ValueError(f"attention: scale must be above 0 and finite, not {scale}")
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"attention: softcap must be above 0 and finite, or 0 for none, not {softcap}")

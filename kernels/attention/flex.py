@@ -90,7 +90,8 @@ def _block_lists(bounds_2RS: Tensor, length: int) -> tuple[Tensor, Tensor, Tenso
 
     bounds (2, R, S): the range of the other side that each row sees. Returns the number of blocks (R, 1, rows) and
     their indices (R, 1, rows, columns), int32, first of those that need the mask, then of those that are visible
-    throughout. A last block that is cut short always needs it, on either side: FlexAttention fills it up.
+    throughout. A last block that is cut short always needs it, on either side: FlexAttention fills it up. This is
+    geometry's `block_ranges`, of all blocks of rows at once and without Triton.
     """
     lo, hi = bounds_2RS
     S = lo.shape[-1]

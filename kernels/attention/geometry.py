@@ -34,7 +34,7 @@ def _rows(bounds_2RS) -> tuple:
 
 @triton.jit
 def key_bounds(i, b, q_len, kv_len, left, right, bounds):
-    """Query i of batch row b sees keys lo <= j < hi, elementwise; lo >= hi means none."""
+    """Query i of batch row b sees keys lo <= j < hi, elementwise; lo == hi means none."""
     if bounds is None:
         position = i + kv_len - q_len
         lo = tl.minimum(tl.maximum(position - left, 0), kv_len)
@@ -78,9 +78,9 @@ def block_ranges(lo_first, hi_first, lo_last, hi_last, BLOCK: tl.constexpr):
     Takes the bounds of the tile's first and last row. begin <= free_begin <= free_end <= end always holds.
     """
     begin = lo_first // BLOCK
-    end = tl.maximum((hi_last + BLOCK - 1) // BLOCK, begin)
-    free_begin = tl.minimum(tl.maximum((lo_last + BLOCK - 1) // BLOCK, begin), end)
-    free_end = tl.maximum(tl.minimum(hi_first // BLOCK, end), free_begin)
+    free_begin = (lo_last + BLOCK - 1) // BLOCK
+    free_end = tl.maximum(hi_first // BLOCK, free_begin)
+    end = (hi_last + BLOCK - 1) // BLOCK
     return begin, free_begin, free_end, end
 
 

@@ -37,11 +37,12 @@ class Intervals:
     unbounded. A query that stands before the first key by more than `right` sees nothing. With `bounds`, tensors
     say it for each query, for lengths that are theirs alone, and `left` and `right` are None.
 
-    Build one with `full`, `causal` or `window`; restrict it with `in_documents`, `in_sequences` or `in_chunks`;
-    `prefix_lm` lets a prefix see itself; `a & b` is what both show. Documents and chunks are aligned one by one,
-    each at its end. Making bounds never waits for the device and depends on shapes alone, so it can be compiled.
+    Build one with `full`, `causal` or `window`, or with `prefix_lm`, which lets all see a prefix; restrict a window
+    with `in_documents`, `in_sequences` or `in_chunks`; `a & b` is what both show. Documents and chunks are aligned
+    one by one, each at its end. Making bounds never waits for the device, so that it can be compiled: shapes are
+    checked, values are not.
 
-    Raises ValueError for a negative `left` or `right`.
+    Raises ValueError for a negative `left` or `right`, and where shapes or lengths do not go together.
     """
 
     left: int | None = None
@@ -74,7 +75,7 @@ class Intervals:
     def prefix_lm(cls, prefix_R: Tensor, Sq: int, Sk: int) -> Intervals:
         """Causal, and the first `prefix_R[r]` keys of row r, (R) integers, are visible to all its queries."""
         causal = cls.causal().bounds_of(Sq, Sk, prefix_R.device)
-        prefix_R1 = prefix_R[:, None].int().clamp(0, Sk)
+        prefix_R1 = prefix_R[:, None].clamp(0, Sk).int()
         lo, hi = causal.keys.expand(-1, len(prefix_R), -1)
         keys = torch.stack((lo, torch.maximum(hi, prefix_R1)))
         first, end = causal.queries.expand(-1, len(prefix_R), -1)
@@ -84,11 +85,23 @@ class Intervals:
     def in_documents(self, q_documents_RS: Tensor, k_documents_RS: Tensor | None = None) -> Intervals:
         """This window within documents: a query sees only keys of its own document.
 
-        q_documents (R, Sq) and k_documents (R, Sk), the same unless given: integers that say which document a
-        token is of, never decreasing along the row.
+        q_documents (R, Sq) and k_documents (R, Sk): integers that say which document a token is of, never
+        decreasing along the row. With q_documents alone, which are then of the keys, too, a document is a run of
+        equal integers, whichever.
         """
-        q_documents = q_documents_RS.contiguous()
-        k_documents = q_documents if k_documents_RS is None else k_documents_RS.contiguous()
+        if self.bounds is not None:
+            raise ValueError("intervals: this mask has bounds of its own already; use & to combine it with documents")
+        for documents in (q_documents_RS, k_documents_RS):
+            if documents is not None and (documents.ndim != 2 or documents.shape[0] != q_documents_RS.shape[0]):
+                raise ValueError(
+                    "intervals: documents must be (rows, tokens), of as many rows for queries and keys, not "
+                    f"{tuple(documents.shape)}"
+                )
+        if k_documents_RS is None:
+            starts = q_documents_RS.diff(dim=-1, prepend=q_documents_RS[:, :1]) != 0
+            q_documents = k_documents = starts.cumsum(dim=-1)
+        else:
+            q_documents, k_documents = q_documents_RS.contiguous(), k_documents_RS.contiguous()
         return Intervals(
             bounds=Bounds(
                 _seen_within(q_documents, k_documents, before=self.left, after=self.right),
@@ -101,24 +114,33 @@ class Intervals:
     ) -> Intervals:
         """This window within the sequences that one row of the batch holds, as FlashAttention's cu_seqlens.
 
-        cu_seqlens (N + 1) integers from 0: sequence n is the tokens cu_seqlens[n] to cu_seqlens[n + 1], of queries
-        and of keys. The rows are Sq and Sk tokens long. Keys have the sequences of the queries unless given their
-        own. A token beyond the last sequence sees nothing and is seen by none.
+        cu_seqlens (N + 1) integers from 0, never decreasing, within the row: sequence n is the tokens cu_seqlens[n]
+        to cu_seqlens[n + 1], of queries and of keys. The rows are Sq and Sk tokens long. Keys have the sequences of
+        the queries unless given their own. A token beyond the last sequence sees nothing and is seen by none.
         """
+        if (cu_seqlens_k is None) != (Sk is None):
+            raise ValueError("intervals: cu_seqlens_k and Sk go together; give both, or neither for those of queries")
         if cu_seqlens_k is None:
             cu_seqlens_k, Sk = cu_seqlens_q, Sq
+        if cu_seqlens_q.ndim != 1 or len(cu_seqlens_q) < 2 or cu_seqlens_k.shape != cu_seqlens_q.shape:
+            raise ValueError(
+                "intervals: cu_seqlens must be as many numbers for queries and keys, one more than sequences, not "
+                f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
+            )
         q_documents, k_documents = _sequence_of(cu_seqlens_q, Sq), _sequence_of(cu_seqlens_k, Sk)
         beyond_the_last = k_documents == len(cu_seqlens_k) - 1
         return self.in_documents(q_documents, k_documents + beyond_the_last)
 
     def in_chunks(self, size: int, Sq: int, Sk: int, device: torch.device | str = "cpu") -> Intervals:
         """This window within chunks of `size` keys, counted from the first key (Llama 4's chunked attention)."""
+        if size < 1:
+            raise ValueError(f"intervals: a chunk has at least 1 key, not {size}")
         q_chunks = (torch.arange(Sq, device=device) + (Sk - Sq)) // size
         k_chunks = torch.arange(Sk, device=device) // size
         return self.in_documents(q_chunks[None], k_chunks[None])
 
     def __and__(self, other: Intervals) -> Intervals:
-        """A query sees what both show it."""
+        """A query sees what both show it; bounds of both are for the same lengths."""
         if self.bounds is None and other.bounds is None:
             return Intervals(_least(self.left, other.left), _least(self.right, other.right))
         known = other.bounds if self.bounds is None else self.bounds
@@ -151,6 +173,9 @@ class Intervals:
     def bounds_of(self, Sq: int, Sk: int, device: torch.device | str = "cpu") -> Bounds:
         """The intervals written out for Sq queries and Sk keys; lo == hi where nothing is seen."""
         if self.bounds is not None:
+            made_for = (self.bounds.keys.shape[-1], self.bounds.queries.shape[-1])
+            if made_for != (Sq, Sk):
+                raise ValueError(f"intervals: the mask was made for {made_for} queries and keys, not for {(Sq, Sk)}")
             return self.bounds
         q_documents, k_documents = (torch.zeros(1, S, dtype=torch.int32, device=device) for S in (Sq, Sk))
         return self.in_documents(q_documents, k_documents).bounds

@@ -133,7 +133,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _no_interpreted_bf16(spec: AttentionSpec) -> str | None:
     """Triton's interpreter multiplies the bits of bf16 numbers as if they were integers."""
-    if spec.device_type == "cuda" or spec.dtype != torch.bfloat16:
+    if not spec.interpreted or spec.dtype != torch.bfloat16:
         return None
     return "computes in float16 or float32 in Triton's interpreter, not in bfloat16"
 

@@ -10,6 +10,8 @@ import math
 import triton
 import triton.language as tl
 
+from .online_softmax import LOG2_E
+
 
 def score_units(scale: float, softcap: float) -> dict[str, float | None]:
     """Kernel arguments: `cap` turns q k^T into tanh's argument, None without a cap; `scale_log2e` makes bits of
@@ -38,7 +40,7 @@ def cap_gradient(ds, s, cap):
 @triton.jit
 def _tanh(x):
     """To fp32 rounding: (1 - e) / (1 + e) with e = exp(-2|x|), and its series near 0, where that cancels."""
-    e = tl.exp2(-2.8853900817779268 * tl.abs(x))
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
     far = (1.0 - e) / (1.0 + e)
     x2 = x * x
     near = x * (1.0 + x2 * (-1.0 / 3.0 + x2 * (2.0 / 15.0 + x2 * (-17.0 / 315.0 + x2 * (62.0 / 2835.0)))))

@@ -1,12 +1,14 @@
 """The one signature: what it validates, what it promises for every variant, and that it compiles."""
 
 import logging
+import math
 
 import pytest
 import torch
 from tolerance import assert_as_accurate_as_standard, make_qkv
 
 from flashtrain.kernels.attention import Intervals, Unsupported, attention
+from flashtrain.kernels.attention.intervals import Bounds
 from flashtrain.kernels.attention.standard import standard
 
 FULL, CAUSAL, WINDOW = Intervals.full(), Intervals.causal(), Intervals.window(5, 2)
@@ -18,6 +20,17 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 GOOD = {"q": zeros(2, 5, 4, 8), "k": zeros(2, 7, 2, 8), "v": zeros(2, 7, 2, 8)}
+
+
+def bounds(R: int, Sq: int, Sk: int) -> Intervals:
+    """A mask that was made for R rows of Sq queries and Sk keys."""
+    ids = (torch.zeros(R, S, dtype=torch.int32) for S in (Sq, Sk))
+    return FULL.in_documents(*ids)
+
+
+def of_dtype(dtype: torch.dtype) -> Intervals:
+    right = bounds(2, 5, 7).bounds
+    return Intervals(bounds=Bounds(right.keys.to(dtype), right.queries.to(dtype)))
 
 
 @pytest.mark.parametrize(
@@ -32,13 +45,20 @@ GOOD = {"q": zeros(2, 5, 4, 8), "k": zeros(2, 7, 2, 8), "v": zeros(2, 7, 2, 8)}
         pytest.param({"v": zeros(2, 7, 4, 8)}, ValueError, r"not \(7, 2\) and \(7, 4\)", id="two-kv-heads"),
         pytest.param({"q": zeros(2, 5, 4, 16)}, ValueError, "one head_dim, not 16 and 8", id="two-head-dims"),
         pytest.param({"q": zeros(2, 5, 3, 8)}, ValueError, "3 query heads are not a multiple of 2", id="odd-group"),
-        pytest.param({"scale": 0.0}, ValueError, "scale must be above 0, not 0.0", id="no-scale"),
+        pytest.param({"scale": 0.0}, ValueError, "scale must be above 0 and finite, not 0.0", id="no-scale"),
+        pytest.param({"scale": math.nan}, ValueError, "scale must be .* finite, not nan", id="scale-nan"),
+        pytest.param({"softcap": -1.0}, ValueError, "above 0 and finite, or 0 .* not -1", id="softcap"),
+        pytest.param({"softcap": math.inf}, ValueError, "softcap must be .* finite, .* not inf", id="softcap-inf"),
+        pytest.param({"intervals": bounds(2, 5, 6)}, ValueError, "made for 2 rows of 6 keys, .* 2 of 7", id="mask-keys"),
+        pytest.param({"intervals": bounds(3, 5, 7)}, ValueError, "made for 3 rows of 5 queries", id="mask-rows"),
+        pytest.param({"intervals": bounds(2, 5, 7).to("meta")}, ValueError, "mask must be on cpu", id="mask-device"),
+        pytest.param({"intervals": of_dtype(torch.int64)}, ValueError, "int32, not torch.int64", id="mask-int64"),
     ],
 )
 def test_wrong_inputs_are_named(bad, error, message):
-    attention(**GOOD, intervals=FULL)
+    attention(**(GOOD | {"intervals": bounds(2, 5, 7)}))
     with pytest.raises(error, match=message):
-        attention(**(GOOD | bad), intervals=FULL)
+        attention(**({"intervals": FULL} | GOOD | bad))
 
 
 def test_a_named_variant_never_falls_back():

@@ -114,17 +114,78 @@ def test_both_windows(a, b, Sq, Sk):
     assert torch.equal((a & b).dense(Sq, Sk), a.dense(Sq, Sk) & b.dense(Sq, Sk))
 
 
-@given(windows, windows, documents, st.integers(1, 4))
-def test_both_of_any_masks(a, b, documents, size):
-    S = len(documents)
+@given(windows, windows, documents, documents, st.integers(1, 4))
+def test_both_of_any_masks(a, b, q_documents, k_documents, size):
+    Sq, Sk = len(q_documents), len(k_documents)
     masks = [
         a,
-        b.in_documents(torch.tensor([documents])),
-        a.in_chunks(size, S, S),
-        Intervals.prefix_lm(torch.tensor([size, 1]), S, S),
+        b.in_documents(torch.tensor([q_documents]), torch.tensor([k_documents])),
+        a.in_chunks(size, Sq, Sk),
+        Intervals.prefix_lm(torch.tensor([size, 1]), Sq, Sk),
     ]
     for x, y in itertools.product(masks, masks):
-        is_the_definition(x & y, (x.dense(S, S) & y.dense(S, S)).tolist())
+        is_the_definition(x & y, (x.dense(Sq, Sk) & y.dense(Sq, Sk)).tolist())
+
+
+@given(windows, st.lists(st.integers(-1, 3), min_size=1, max_size=9))
+def test_documents_alone_are_runs_whatever_they_are_called(window, names):
+    """Such as -1 for the padding at the end, or a name that comes back."""
+    runs = [sum(a != b for a, b in itertools.pairwise(names[: i + 1])) for i in range(len(names))]
+    expected = expected_in_documents(window, runs, runs)
+    is_the_definition(window.in_documents(torch.tensor([names])), [expected])
+
+
+def test_strided_documents_and_other_devices():
+    documents = torch.tensor([[0, 9], [0, 9], [1, 9], [1, 9]]).T[:1]
+    assert not documents.is_contiguous() or documents.stride(-1) == 2
+    expected = [expected_in_documents(Intervals.causal(), [0, 0, 1, 1], [0, 0, 1, 1])]
+    is_the_definition(Intervals.causal().in_documents(documents), expected)
+    assert torch.equal(
+        Intervals.causal().in_documents(documents, documents).dense(4, 4), torch.tensor(expected)
+    )
+    for mask in (Intervals.causal().in_chunks(2, 4, 4, "meta"), Intervals.causal().in_documents(documents).to("meta")):
+        assert mask.bounds.keys.device.type == mask.bounds.queries.device.type == "meta"
+    assert Intervals.causal().to("meta") == Intervals.causal()
+
+
+def test_visible_counts_every_row_of_the_batch_that_shares_its_bounds():
+    documents = torch.tensor([[0, 0, 1]])
+    assert Intervals.causal().in_documents(documents).visible(4, 3, 3) == 4 * 4
+    assert Intervals.causal().in_documents(documents.expand(2, -1)).visible(4, 3, 3) == 4 * 4
+
+
+IDS, LONGER = torch.tensor([[0, 0, 1]]), torch.tensor([[0, 0, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Intervals.causal().in_documents(IDS).in_documents(IDS), "bounds of its own already; use &"),
+        (lambda: Intervals.causal().in_documents(IDS).in_chunks(2, 3, 3), "bounds of its own already; use &"),
+        (
+            lambda: Intervals.prefix_lm(torch.tensor([1]), 3, 3).in_sequences(torch.tensor([0, 3]), 3),
+            "bounds of its own already; use &",
+        ),
+        (lambda: Intervals.causal().in_documents(IDS[0]), r"must be \(rows, tokens\)"),
+        (lambda: Intervals.causal().in_documents(IDS, IDS.expand(2, -1)), "of as many rows"),
+        (lambda: Intervals.causal().in_chunks(0, 3, 3), "at least 1 key, not 0"),
+        (lambda: Intervals.causal().in_sequences(torch.tensor([0, 2]), 3, Sk=4), "go together"),
+        (lambda: Intervals.causal().in_sequences(torch.tensor([0, 2]), 3, torch.tensor([0, 2])), "go together"),
+        (lambda: Intervals.causal().in_sequences(torch.tensor([]), 3), "one more than sequences"),
+        (
+            lambda: Intervals.causal().in_sequences(torch.tensor([0, 2]), 3, torch.tensor([0, 1, 2]), 3),
+            "as many numbers for queries and keys",
+        ),
+        (lambda: Intervals.causal().in_documents(IDS).dense(4, 4), "was made for"),
+        (
+            lambda: Intervals.causal().in_documents(IDS) & Intervals.causal().in_documents(LONGER),
+            "was made for",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def test_bounds_are_made_without_looking_at_values():

@@ -53,11 +53,16 @@ def test_opcheck_of_the_backward(mask, needs):
 
 def test_fakes_give_the_real_strides():
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in small_qkv())
-    real = torch.ops.flashtrain.flash_v2(q, k, v, *window())
-    with torch._subclasses.FakeTensorMode() as mode:
-        fake = torch.ops.flashtrain.flash_v2(*map(mode.from_tensor, (q, k, v)), *window())
-    for a, b in zip(real, fake, strict=True):
-        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+    out, lse = torch.ops.flashtrain.flash_v2(q, k, v, *window())
+    for operator, tensors, settings in (
+        (torch.ops.flashtrain.flash_v2, (q, k, v), window()),
+        (torch.ops.flashtrain.flash_v2_backward, (out, lse, q, k, v, out, lse), (*window(), True, True)),
+    ):
+        real = operator(*tensors, *settings)
+        with torch._subclasses.FakeTensorMode() as mode:
+            fake = operator(*map(mode.from_tensor, tensors), *settings)
+        for a, b in zip(real, fake, strict=True):
+            assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
 @pytest.mark.parametrize("intervals", [CAUSAL, documents_of(33, 40)], ids=str)

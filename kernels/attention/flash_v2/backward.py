@@ -13,14 +13,13 @@ from torch import Tensor
 
 from ..geometry import block_of_step, block_ranges, inside, key_bounds, mask_arguments, query_bounds, steps
 from ..intervals import Intervals
+from ..online_softmax import LOG2_E
 from ..softcap import cap_gradient, cap_scores, score_units
 from ..tiles import Tiles
 from ..views import VARYING, addressable, load_tile, padded_head_dim, store_tile, view
 from .programs import key_tile, query_tile
 
 DELTA_ROWS = 64
-
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -29,7 +28,7 @@ def _load_rows(ptr, i_M, q_len, CLIP: tl.constexpr):
     return tl.load(ptr + i_M, mask=i_M < q_len, other=0.0) if CLIP else tl.load(ptr + i_M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _bwd_delta_kernel(
     out, dout, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, q_len, num_q_heads,
     BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -167,7 +166,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns dq, dk, dv, contiguous, like q, k, v; an empty tensor for what is not needed.
 
-    out and lse are the forward's, dlse is the gradient of the natural-log LSE (B, Hq, Sq).
+    out and lse are the forward's, contiguous, dlse is the gradient of the natural-log LSE (B, Hq, Sq).
     """
     batch, q_len, num_q_heads, _ = q.shape
     kv_len, num_kv_heads = k.shape[1:3]
