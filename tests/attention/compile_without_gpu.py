@@ -1,4 +1,4 @@
-"""Compiles flash_v2's kernels for one GPU target on a machine without any, through the real launchers.
+"""Compiles our kernels for one GPU target on a machine without any, through the real launchers.
 
 Run as a script with TARGET and the fields of Problems as JSON, one object by name; prints one JSON object per
 problem and kernel. A process of its own, because Triton decides at import whether to interpret; one for all problems of
@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from flashtrain.kernels.attention import Intervals
+from flashtrain.kernels.attention import Intervals, flash_v1
 from flashtrain.kernels.attention.flash_v2.backward import backward
 from flashtrain.kernels.attention.flash_v2.forward import forward
 from flashtrain.kernels.attention.tiles import tiles
@@ -52,6 +52,7 @@ class CompileOnlyDriver:
 
 @dataclasses.dataclass
 class Problem:
+    variant: str = "flash_v2"
     head_dim: int = 128
     v_head_dim: int | None = None
     dtype: str = "bfloat16"
@@ -80,6 +81,11 @@ def launch(target: str, problem: Problem) -> None:
     out = torch.empty(1, length, heads, v_head_dim, dtype=dtype)
     lse = torch.empty(1, heads, length)
     mask = problem.intervals()
+    if problem.variant == "flash_v1":
+        sram = SHARED_MEMORY[target] // 4
+        flash_v1.forward(q, k, v, mask, 0.125, sram)
+        flash_v1.backward(out, lse, q, k, v, out, lse, mask, 0.125, sram)
+        return
     rows = tiles(target, max(problem.head_dim, v_head_dim), dtype, mask.is_full)
     forward(q, k, v, mask, 0.125, problem.softcap, rows)
     backward(out, lse, q, k, v, out, lse, mask, 0.125, problem.softcap, rows, True, True)

@@ -76,7 +76,7 @@ EXCEPTIONS_ELSEWHERE = {
 }
 
 # Its paper sets the blocks. One kernel for dK, dV and dQ spills; in fp32, whose exact products keep operands in
-# registers, all do, up to 42 KB a thread on sm_90.
+# registers, all do, up to 44 KB a thread.
 FLASH_V1_SPILLS = {FORWARD: 64, BACKWARD: 600}
 
 

@@ -1,9 +1,9 @@
 """The parity grid: out, lse, dq, dk and dv of every variant, held to the one tolerance rule.
 
 A covering selection of mask x lengths x heads x dtype x head dimensions x softcap: every mask meets every pair of
-lengths, the rest takes turns. In Triton's interpreter for flash_v2, and a few for flash_v1, where there is no GPU; on a GPU in bf16 and
-longer too. fp32 meets head dimensions up to 128, and no single key, where `standard` is exact: dP - delta of a flash
-backward differs by the rounding of sums over the head dimension, which the rule does not allow for.
+lengths, the rest takes turns. In Triton's interpreter for flash_v2, and a few for flash_v1, where there is no GPU; on
+a GPU in bf16 and longer too. fp32 meets head dimensions up to 128, and no single key, where `standard` is exact: dP -
+delta of a flash backward differs by the rounding of sums over the head dimension, which the rule does not allow for.
 """
 
 import itertools
