@@ -3,6 +3,7 @@
 `python -m flashtrain.explain [device=h200] [length=8192] [head_dim=64] [mask=causal]`
 """
 
+import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from flashtrain.performance.achievable import achievable
 from flashtrain.performance.attention import PASSES, Measurement, Problem, measure
 from flashtrain.performance.counting import Comparison, compare
 from flashtrain.performance.devices import DEVICES, Device, key_of
-from flashtrain.performance.explanation import Case, Setting, as_row, count_table, tables
+from flashtrain.performance.explanation import Case, Setting, as_row, count_sheet, markdown, sheets, terminal_table
 from flashtrain.performance.io import VARIANTS, Launch, Shape, compulsory, predict
 from flashtrain.performance.io_plot import save_plot
 from flashtrain.performance.masks import MASKS, Masks
@@ -123,8 +124,9 @@ def run(config: ExplainConfig) -> None:
     forward = {name: _forward(name, setting) for name in variants}
     operators = block(setting.shape, dtype, forward)
     text = walk_through(cases, setting)
-    for table in tables(cases, setting, operators):
-        console.print("", table)
+    all_sheets = sheets(cases, setting, operators)
+    for sheet in all_sheets:
+        console.print("", terminal_table(sheet))
     counted = _counted(config, variants, masks, console) if config.count_length else []
     console.print("", "\n\n".join(text), markup=False, highlight=False)
 
@@ -152,6 +154,9 @@ def run(config: ExplainConfig) -> None:
             "provenance": facts,
         },
     )
+    command = shlex.join(["python", "-m", "flashtrain.explain", *facts["command"][1:]])
+    made_with = f"({runs.versions(facts)}; `{command}`)"
+    runs.write_whole(folder / "explain.md", markdown(all_sheets, text, made_with))
     save_plot(cases, setting, folder / "explain.png")
     for path in sorted(folder.iterdir()):
         console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
@@ -250,7 +255,7 @@ def _counted(config: ExplainConfig, variants: list[str], masks: Masks, console: 
     found = [
         one for name in variants if name not in refused for one in compare(name, _shape(config, length), intervals)
     ]
-    console.print("", count_table(found, length))
+    console.print("", terminal_table(count_sheet(found, length)))
     for name, reason in refused.items():
         console.print(f"{name} {reason}", highlight=False)
     return found

@@ -62,6 +62,16 @@ def test_the_file_holds_every_number_of_the_tables(explain):
             assert row["bound"] in line and duration(row["least_seconds"]) in line
 
 
+def test_the_page_has_the_tables_the_text_and_the_command(explain, tmp_path):
+    _, found = explain()
+    page = (tmp_path / "told" / "explain.md").read_text()
+    assert "|  | 64 | 128 | 256 |\n|---|---:|---:|---:|\n| standard forward | " in page
+    for row in found["cases"]:
+        assert f", {duration(row['least_seconds'])} |" in page
+    assert all(paragraph in page for paragraph in found["text"])
+    assert "`python -m flashtrain.explain length=128" in page
+
+
 def test_the_least_time_is_the_larger_of_the_two(explain):
     _, found = explain()
     rates = found["rates"]

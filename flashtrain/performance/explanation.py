@@ -73,18 +73,27 @@ def at_length(cases: list[Case], length: int) -> list[Case]:
     return [case for case in cases if case.length == length]
 
 
-def tables(cases: list[Case], setting: Setting, operators: list[Operator]) -> list[Group]:
-    """All tables, for a terminal."""
+@dataclass(frozen=True)
+class Sheet:
+    title: str
+    headings: list[str]
+    """The first is that of the names of the rows."""
+    rows: list[list[str]]
+    """A cell may hold several lines."""
+
+
+def sheets(cases: list[Case], setting: Setting, operators: list[Operator]) -> list[Sheet]:
+    """All tables of one explanation."""
     here = at_length(cases, setting.shape.q_len)
     return [
-        _table(f"{short_count(setting.shape.q_len)} tokens: {setting.title}", *_overview(here)),
-        _table("Bytes asked for, by matrix and direction", *_by_matrix(here)),
-        _table("Over lengths: GiB asked for, GiB from HBM, and the least time", *_over_lengths(cases)),
-        _table("Operators of a transformer block, forward, each alone", *_operators(operators, setting.rates)),
+        Sheet(f"{short_count(setting.shape.q_len)} tokens: {setting.title}", *_overview(here)),
+        Sheet("Bytes asked for, by matrix and direction", *_by_matrix(here)),
+        Sheet("Over lengths: GiB asked for, GiB from HBM, and the least time", *_over_lengths(cases)),
+        Sheet("Operators of a transformer block, forward, each alone", *_operators(operators, setting.rates)),
     ]
 
 
-def count_table(found: list[Comparison], length: int) -> Group:
+def count_sheet(found: list[Comparison], length: int) -> Sheet:
     """What programs moved when they ran, beside the model; the title says the length."""
     rows = [
         [
@@ -96,16 +105,30 @@ def count_table(found: list[Comparison], length: int) -> Group:
         for one in found
     ]
     title = f"Elements at {length:,} tokens, counted as each runs in fp32, in the interpreter's tiles"
-    return _table(title, ["", "counted", "model", "equal by matrix"], rows)
+    return Sheet(title, ["", "counted", "model", "equal by matrix"], rows)
 
 
-def _table(title: str, headings: list[str], rows: list[list[str]]) -> Group:
+def terminal_table(sheet: Sheet) -> Group:
     drawn = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for index, heading in enumerate(headings):
+    for index, heading in enumerate(sheet.headings):
         drawn.add_column(heading, justify="right" if index else "left")
-    for row in rows:
+    for row in sheet.rows:
         drawn.add_row(*row)
-    return Group(Text(title, style="bold"), drawn)
+    return Group(Text(sheet.title, style="bold"), drawn)
+
+
+def markdown(all_sheets: list[Sheet], text: list[str], made_with: str) -> str:
+    """All tables, the text and what they were made with, to be read as a file or pasted."""
+    parts = []
+    for sheet in all_sheets:
+        first, *headings = sheet.headings
+        lines = [
+            f"| {first} | {' | '.join(headings)} |",
+            "|---|" + "---:|" * len(headings),
+            *(f"| {' | '.join(cell.replace(chr(10), ', ') for cell in row)} |" for row in sheet.rows),
+        ]
+        parts += [sheet.title, "\n".join(lines)]
+    return "\n\n".join([*parts, *text, made_with]) + "\n"
 
 
 def _overview(cases: list[Case]) -> tuple[list[str], list[list[str]]]:
