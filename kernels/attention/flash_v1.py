@@ -5,9 +5,9 @@ output, the row maximum m and the row sum l travel through HBM in every step. fl
 keeps those on chip and cuts a head into many programs. Names are the paper's: j counts blocks of keys, i of queries;
 BLOCK_N is B_c, BLOCK_M is B_r. As in flash_v2, the mask comes from geometry.py and its limits from limits.py.
 
-What a program writes to HBM it reads again in the next turn of the outer loop, other threads of it may, and Triton
-orders no store before another thread's load: hence a barrier. Within a step none is needed. A row's maximum, or a
-product, in which all threads of the row take part, lies between its loads and its stores.
+What a program writes to HBM it reads again in the next turn of the outer loop, maybe by another thread, and Triton
+orders no store before another thread's load: hence a barrier. Within a step Triton's own do: what threads share of a
+row goes through shared memory, in the row's maximum or a change of layout, after its loads and before its stores.
 
 Source: FlashAttention (arXiv:2205.14135), algorithms 1, 2 and 4, without dropout.
 """
