@@ -49,7 +49,7 @@ def of_dtype(dtype: torch.dtype) -> Intervals:
         pytest.param({"scale": math.nan}, ValueError, "scale must be .* finite, not nan", id="scale-nan"),
         pytest.param({"softcap": -1.0}, ValueError, "above 0 and finite, or 0 .* not -1", id="softcap"),
         pytest.param({"softcap": math.inf}, ValueError, "softcap must be .* finite, .* not inf", id="softcap-inf"),
-        pytest.param({"intervals": bounds(2, 5, 6)}, ValueError, "made for 2 rows of 6 keys, .* 2 of 7", id="mask-keys"),
+        pytest.param({"intervals": bounds(2, 5, 6)}, ValueError, "for 2 rows of 6 keys, .* 2 of 7", id="mask-keys"),
         pytest.param({"intervals": bounds(3, 5, 7)}, ValueError, "made for 3 rows of 5 queries", id="mask-rows"),
         pytest.param({"intervals": bounds(2, 5, 7).to("meta")}, ValueError, "mask must be on cpu", id="mask-device"),
         pytest.param({"intervals": of_dtype(torch.int64)}, ValueError, "int32, not torch.int64", id="mask-int64"),
