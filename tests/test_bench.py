@@ -158,7 +158,7 @@ def test_without_an_output_the_folder_has_the_time(tmp_path):
         ("head_dims=[24]", "hidden_size is 64 and no multiple of the head dim 24"),
         ("num_kv_heads=3", "num_kv_heads is 3 and does not divide the 4 heads of head dim 16"),
         ("num_kv_heads=0", "num_kv_heads is 0; it must be at least 1"),
-        ("variants=[auto]", "variants has auto; allowed are standard, flash_v2,"),
+        ("variants=[auto]", "variants has auto; allowed are standard, flash_v1, flash_v2,"),
         ("variants=[]", "variants is empty; give at least one"),
         ("masks=[prefix]", "masks has prefix; allowed are causal, full, window, documents"),
         ("passes=[sideways]", "passes has sideways; allowed are forward, backward"),

@@ -131,7 +131,7 @@ def test_all_variants_are_told_of_and_refused_kinds_of_calls_once(check):
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("variants=[flash_v3]", "variants has flash_v3; did you mean flash_v2? allowed are standard, flash_v2,"),
+        ("variants=[flash_v3]", "variants has flash_v3; did you mean flash_v2? allowed are standard, flash_v1,"),
         ("variants=[auto]", "variants has auto; allowed are standard,"),
         ("variants=[]", "variants is empty; give at least one"),
         ("dtypes=[float16,float16]", "dtypes has float16 more than once; name each once"),

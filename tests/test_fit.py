@@ -146,7 +146,7 @@ def test_evaluate_scores_the_run_as_its_last_step_did(tmp_path):
         (["data.path=nowhere"], "data.path=nowhere does not exist"),
         (["data.path=empty"], "data.path=empty needs .txt, .jsonl or .parquet files"),
         (["train.sequence_length=65536", "train.tokens_per_step=65536"], "tokens together and a row takes 65537"),
-        (["attention=sdpa_cudnn"], "sdpa_cudnn runs on cuda, not on cpu; standard, flash_v2, sdpa_math, sdpa_flash"),
+        (["attention=sdpa_cudnn"], "sdpa_cudnn runs on cuda, not on cpu; standard, flash_v1, flash_v2, sdpa_math"),
         (["attention=sdpa_flash", "model.windows=[16]"], "sdpa_flash takes the full and the causal mask, not window"),
         (["attention=sdpa_flash", "data.isolate_documents=true"], "the causal mask, not documents, chunks or a prefix"),
         (["model.windows=[]"], "model.windows is empty; give at least one"),
