@@ -41,6 +41,7 @@ def attention(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     _check_bounds(q, k, intervals)
     _check_scores(scale, softcap)
+    intervals = intervals.at(q.shape[1], k.shape[1])
     name = resolve(variant, AttentionSpec.of(q, k, v, intervals, softcap=softcap, needs_lse=return_lse))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     chosen = VARIANTS[name]

@@ -148,6 +148,15 @@ class Intervals:
         a, b = (x.bounds_of(Sq, Sk, known.keys.device) for x in (self, other))
         return Intervals(bounds=Bounds(_overlap(a.keys, b.keys), _overlap(a.queries, b.queries)))
 
+    def at(self, Sq: int, Sk: int) -> Intervals:
+        """The same mask for these lengths, in the plainest words: a side that reaches past everything is no bound."""
+        if self.bounds is not None:
+            return self
+        left, right = self.left, self.right
+        return Intervals(
+            None if left is None or left >= Sk - 1 else left, None if right is None or right >= Sq - 1 else right
+        )
+
     def to(self, device: torch.device | str) -> Intervals:
         """The same mask for tensors on `device`."""
         return Intervals(self.left, self.right, None if self.bounds is None else self.bounds.to(device))

@@ -76,7 +76,7 @@ class AttentionSpec:
             num_kv_heads=num_kv_heads,
             q_len=q_len,
             kv_len=kv_len,
-            intervals=intervals,
+            intervals=intervals.at(q_len, kv_len),
             softcap=softcap,
             needs_lse=needs_lse,
             needs_grad=needs_grad,

@@ -212,6 +212,22 @@ def test_window_counts_extra_keys_on_each_side():
     assert Intervals.window(1, None).bounds_of(9, 9).keys[:, 0, 4].tolist() == [3, 9]
 
 
+@given(windows, st.integers(0, 9), st.integers(0, 9))
+def test_the_mask_at_some_lengths_is_the_same_in_the_plainest_words(window, Sq, Sk):
+    plain = window.at(Sq, Sk)
+    assert torch.equal(plain.dense(Sq, Sk), window.dense(Sq, Sk))
+    if Sq and Sk and window.dense(Sq, Sk).all():
+        assert plain.is_full
+
+
+def test_a_window_as_long_as_the_row_is_causal():
+    assert Intervals.window(1023, 0).at(1024, 1024).is_causal
+    assert Intervals.window(1022, 0).at(1024, 1024) == Intervals.window(1022, 0)
+    assert Intervals.causal().at(1, 9).is_full
+    documents = Intervals.causal().in_documents(torch.zeros(1, 4, dtype=torch.int32))
+    assert documents.at(4, 4) is documents
+
+
 def test_dense_is_needed_but_for_the_full_mask_and_the_triangle():
     assert not Intervals.full().needs_dense(5, 9)
     assert not Intervals.causal().needs_dense(5, 5)
