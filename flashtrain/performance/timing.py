@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -77,16 +78,52 @@ class Timing:
         return max(abs(quartile - self.median) for quartile in self.quartiles) / self.median
 
 
-def interleaved(stages: Mapping[str, Stage], clock: Clock, *, warmup: int, rounds: int, seed: int) -> dict[str, Timing]:
-    """Read every call once a round, in an order shuffled anew for each; `warmup` rounds before are not read."""
-    for _ in range(warmup):
-        for stage in stages.values():
-            stage()()
+def reraise(name: str, error: Exception) -> None:
+    raise error
+
+
+def interleaved(
+    stages: Mapping[str, Stage],
+    clock: Clock,
+    *,
+    warmup: int,
+    rounds: int,
+    seed: int,
+    on_error: Callable[[str, Exception], None] = reraise,
+) -> dict[str, Timing]:
+    """Read every call once a round, in an order shuffled anew for each; `warmup` rounds before are not read.
+
+    `on_error` is told the name of a call that raises, and what. Where it returns, that call has no timing and is not
+    prepared again; the others go on.
+    """
     order, shuffler = list(stages), random.Random(seed)
     readings: dict[str, list[Callable[[], float]]] = {name: [] for name in stages}
+    timings = {}
+
+    def attempt(name: str, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception as error:
+            order.remove(name)
+            on_error(name, error)
+
+    def warm(name: str) -> None:
+        stages[name]()()
+
+    def read(name: str) -> None:
+        # Nothing keeps the call, so that what it holds is free before the next is prepared.
+        readings[name].append(clock.read(stages[name]()))
+
+    def ask(name: str) -> None:
+        timings[name] = Timing(tuple(seconds() for seconds in readings[name]))
+
+    for _ in range(warmup):
+        for name in tuple(order):
+            attempt(name, partial(warm, name))
     for _ in range(rounds):
         shuffler.shuffle(order)
-        for name in order:
-            # Nothing keeps the call, so that what it holds is free before the next is prepared.
-            readings[name].append(clock.read(stages[name]()))
-    return {name: Timing(tuple(seconds() for seconds in taken)) for name, taken in readings.items()}
+        for name in tuple(order):
+            attempt(name, partial(read, name))
+    for name in [name for name in stages if name in order]:
+        attempt(name, partial(ask, name))
+    return timings

@@ -99,6 +99,48 @@ def test_no_calls_have_no_timings():
     assert interleaved({}, HostClock(), warmup=1, rounds=3, seed=0) == {}
 
 
+@pytest.mark.parametrize("good_calls", [0, 1, 2, 4], ids=lambda count: f"after {count}")
+def test_a_call_that_raises_is_told_of_and_the_others_go_on(good_calls):
+    """In warm-up, or in a timed round."""
+    device, left, told = Device(), [None] * good_calls, []
+
+    def short_lived():
+        left.pop()
+
+    stages = {"A": device.stage("A", 1), "B": lambda: short_lived, "C": device.stage("C", 2)}
+    timings = interleaved(
+        stages, device, warmup=2, rounds=4, seed=0, on_error=lambda name, error: told.append((name, type(error)))
+    )
+    assert told == [("B", IndexError)]
+    assert timings == {"A": Timing((1,) * 4), "C": Timing((2,) * 4)}
+
+
+def test_preparation_and_readings_that_raise_are_told_of_too():
+    class Late(Device):
+        def read(self, call):
+            asked = super().read(call)
+            return asked if device.log[-1] != "late" else lambda: 1 / 0
+
+    device, told = Late(), {}
+    stages = {"late": device.stage("late", 1), "unprepared": lambda: [][0], "A": device.stage("A", 1)}
+    timings = interleaved(stages, device, warmup=0, rounds=2, seed=0, on_error=told.__setitem__)
+    assert {name: type(error) for name, error in told.items()} == {"late": ZeroDivisionError, "unprepared": IndexError}
+    assert list(timings) == ["A"]
+
+
+def test_errors_are_raised_unless_somebody_is_told():
+    with pytest.raises(ZeroDivisionError):
+        interleaved({"A": lambda: lambda: 1 / 0}, Device(), warmup=0, rounds=1, seed=0)
+
+
+def test_an_interruption_ends_all():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interleaved({"A": interrupted}, Device(), warmup=1, rounds=1, seed=0, on_error=lambda *told: None)
+
+
 def test_the_host_clock_reads_wall_time(monkeypatch):
     ticks = iter((10.0, 10.25))
     monkeypatch.setattr("time.perf_counter", lambda: next(ticks))
