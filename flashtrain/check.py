@@ -17,7 +17,8 @@ from flashtrain.accuracy.report import as_row, support_report, terminal_report
 from flashtrain.config import MOST_SEEDS, Root, not_among, once_each
 from flashtrain.device import DTYPES, resolve_type
 from flashtrain.entry import main
-from flashtrain.kernels.attention import VARIANT_NAMES
+from flashtrain.errors import UserError
+from flashtrain.kernels.attention import VARIANT_NAMES, Intervals
 
 WIDTH = 120
 """Columns of a report that goes to a file."""
@@ -42,13 +43,15 @@ class CheckConfig:
     head_dims: list[int]
     """Of q, k and v."""
     softcap: float
-    """Each mask comes once more with scores capped at this; 0: not."""
+    """A group of cases has scores capped at this; 0: none."""
     v_head_dim: int | None
-    """Each mask comes once more with this head dimension of v; null: not."""
+    """A group of cases has this head dimension of v; null: none."""
+    lse_gradient: bool
+    """Whether a group of cases has a gradient of the LSE; variants that return none skip it."""
     seed: int
     """Of the inputs and the documents."""
     output: str | None
-    """A JSON file for all numbers; null: none."""
+    """A new JSON file for all numbers; null: none."""
 
     def validate(self) -> list[str]:
         """Return every problem, one sentence each."""
@@ -69,7 +72,9 @@ class CheckConfig:
             problems.append(f"v_head_dim is {self.v_head_dim}; it must be at least 1, or null for no such case")
         if not 0 <= self.seed < MOST_SEEDS:
             problems.append(f"seed is {self.seed}; it must be at least 0 and below {MOST_SEEDS}")
-        if self.output is not None and not Path(self.output).parent.is_dir():
+        if self.output == "":
+            problems.append("output is empty; name a file, or say output=null for none")
+        elif self.output is not None and not Path(self.output).parent.is_dir():
             problems.append(f"output is {self.output} and there is no folder {Path(self.output).parent}; make it first")
         return problems
 
@@ -81,11 +86,17 @@ ROOT = Root("check", CheckConfig)
 
 
 def run(config: CheckConfig) -> None:
-    """Measure every case with every variant: tables here, all numbers in `output`; SystemExit(1) where one fails."""
+    """Measure every case with every variant: tables here, all numbers in `output`; SystemExit(1) where one fails.
+
+    Raises UserError where no file can be made at `output`, before anything is measured, and, after all else, where
+    a variant that `variants` names could do none of the cases.
+    """
     console = Console()
     if not console.is_terminal:
         console.width = WIDTH
     device = resolve_type("device", config.device)
+    if config.output is not None:
+        runs.require_new_file(config.output)
     cases = covering(
         config.masks,
         config.dtypes,
@@ -94,6 +105,7 @@ def run(config: CheckConfig) -> None:
         config.head_dims,
         softcap=config.softcap,
         v_head_dim=config.v_head_dim,
+        lse_gradient=config.lse_gradient,
         seed=config.seed,
     )
     variants = VARIANT_NAMES if config.variants is None else config.variants
@@ -103,12 +115,21 @@ def run(config: CheckConfig) -> None:
     for case in track(cases, description, console=console, transient=True, disable=not console.is_terminal):
         outcomes += measure(case, variants, device)
     outcomes.sort(key=lambda outcome: variants.index(outcome.variant))
-    facts = runs.provenance()
-    console.print(terminal_report(outcomes), f"{facts['device']}, {runs.versions(facts)}", highlight=False)
+    interpreted = cases[0].spec(Intervals.full(), device, needs_lse=False).interpreted
+    facts = runs.provenance(device=runs.device_name(device), interpreted=interpreted)
+    measured_on = facts["device"] + ", Triton interpreted" * interpreted
+    console.print(terminal_report(outcomes), f"{measured_on}, {runs.versions(facts)}", highlight=False)
     if config.output is not None:
+        settings = asdict(config) | {"device": device}
         rows = [as_row(outcome) for outcome in outcomes]
-        runs.write_json(Path(config.output), {"settings": asdict(config), "provenance": facts, "results": rows})
+        runs.write_json(Path(config.output), {"settings": settings, "provenance": facts, "results": rows})
         console.print(f"wrote {config.output}", markup=False, highlight=False, soft_wrap=True)
+    idle = [name for name in variants if all(outcome.refused for outcome in outcomes if outcome.variant == name)]
+    if idle and config.variants is not None:
+        raise UserError(
+            f"variants has {', '.join(idle)}, and none of the cases ran with it: the reasons are under skipped; "
+            "name others, or other cases"
+        )
     if any(outcome.fails for outcome in outcomes):
         sys.exit(1)
 

@@ -58,6 +58,16 @@ def stamped_folder(parent: Path, label: str) -> Path:
             return folder
 
 
+def require_new_file(path: str) -> None:
+    """Raise UserError unless a file can be made at `path`, where there is nothing; none is left there."""
+    with _writing(path):
+        try:
+            Path(path).open("x").close()
+        except FileExistsError:
+            raise UserError(f"output={path} exists; name another") from None
+        Path(path).unlink()
+
+
 def checkpoint(folder: Path, name: str) -> Path:
     """The path of a run's checkpoint, one of `CHECKPOINTS`."""
     return folder / CHECKPOINT_FOLDER / CHECKPOINTS[name]
@@ -92,6 +102,11 @@ def provenance(**facts: object) -> dict[str, object]:
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         **facts,
     }
+
+
+def device_name(kind: str) -> str:
+    """What the device of that type, cpu or cuda, is called here."""
+    return torch.cuda.get_device_name() if kind == "cuda" else f"CPU ({platform.machine()})"
 
 
 def versions(facts: dict[str, object]) -> str:

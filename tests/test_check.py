@@ -1,12 +1,17 @@
 """`python -m flashtrain.check` from the command line to its exit status, on a CPU."""
 
+import itertools
 import json
+import platform
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from commands import SMALL_CHECK, run_command
 
+import flashtrain
 from flashtrain.accuracy.cases import CHUNK, DTYPES, MASKS, ROWS, WINDOW, covering
 from flashtrain.kernels.attention.variants import VARIANTS, Variant
 
@@ -56,10 +61,10 @@ def test_what_is_right_passes_and_the_file_has_what_the_terminal_shows(check):
     assert status == 0
     results = Counter((row["variant"], row["result"]) for row in found["results"])
     assert results == {
-        ("standard", "passed"): 12, ("sdpa_math", "passed"): 9, ("sdpa_math", "skipped"): 3,
+        ("standard", "passed"): 12, ("sdpa_math", "passed"): 8, ("sdpa_math", "skipped"): 4,
     }  # fmt: skip
-    assert "21 passed, 0 failed, 3 skipped" in shown
-    assert "sdpa_math caps no scores, and softcap is 5.0 (3 of 12 cases)" in shown
+    assert "20 passed, 0 failed, 4 skipped" in shown
+    assert "sdpa_math caps no scores, and softcap is 5.0 (2 of 12 cases)" in shown
     for variant, tensors in (("standard", ["out", "lse", "dq", "dk", "dv"]), ("sdpa_math", ["out", "dq", "dk", "dv"])):
         rows = [row for row in found["results"] if row["variant"] == variant and row["result"] == "passed"]
         assert all(list(row["tensors"]) == tensors for row in rows)
@@ -72,6 +77,68 @@ def test_what_is_right_passes_and_the_file_has_what_the_terminal_shows(check):
     assert "CUDA sm_80" not in shown
     assert found["provenance"]["packages"]["torch"] in shown
     assert max(map(len, shown.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_the_device_that_was_used_is_named_and_whether_kernels_were_interpreted(check, monkeypatch, interpret):
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # there is a GPU, and `device` is cpu
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "NVIDIA of another day")
+    shown, found, _ = check("variants=[standard]", "masks=[full]")
+    cpu = f"CPU ({platform.machine()})"
+    assert f"\n{cpu}{', Triton interpreted' if interpret == '1' else ''}, torch " in shown
+    assert (found["provenance"]["device"], found["provenance"]["interpreted"]) == (cpu, interpret == "1")
+    assert "NVIDIA" not in shown and "NVIDIA" not in json.dumps(found)
+
+
+def test_the_settings_in_the_file_have_the_device_that_auto_found(check, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert check("device=auto", "variants=[standard]", "masks=[full]")[1]["settings"]["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("feature", "attend"),
+    [
+        ("softcap", lambda right, *call: right(*call[:-1], 0.0)),
+        ("lse_gradient", lambda right, *call: [x.detach() if n else x for n, x in enumerate(right(*call))]),
+    ],
+)
+def test_a_variant_that_leaves_out_a_feature_fails_its_cases_and_no_others(check, monkeypatch, feature, attend):
+    right = VARIANTS["standard"].attend
+    replace_attend(monkeypatch, "sdpa_math", lambda *call: attend(right, *call))
+    shown, found, status = check("variants=[standard,sdpa_math]")
+    assert status == 1
+    failed = [(row["variant"], row["case"]["group"]) for row in found["results"] if row["result"] == "failed"]
+    assert failed == [("sdpa_math", feature)] * 2
+    assert "22 passed, 2 failed, 0 skipped" in shown
+
+
+def test_a_variant_that_is_named_and_runs_nowhere_is_a_failure(check):
+    shown, found, status = check("variants=[standard,flex]")
+    assert status == (
+        "error: variants has flex, and none of the cases ran with it: the reasons are under skipped; name others, "
+        "or other cases"
+    )
+    assert "12 passed, 0 failed, 12 skipped" in shown and len(found["results"]) == 24
+
+
+@pytest.mark.parametrize(
+    ("output", "sentence"),
+    [
+        ("", "output is empty; name a file, or say output=null for none"),
+        ("folder", "output=folder exists; name another"),
+        ("file", "output=file exists; name another"),
+        ("n" * 300, "n" * 300 + " cannot be written (File name too long); say output=DIR with another place"),
+    ],
+)
+def test_where_no_file_can_be_made_is_said_before_anything_is_measured(tmp_path, monkeypatch, output, sentence):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("flashtrain.check.measure", lambda *arguments: pytest.fail("it measured"))
+    Path("folder").mkdir()
+    Path("file").write_text("kept")
+    assert mistake(*SMALL_CHECK, f"output={output}") == sentence
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "file", tmp_path / "folder"]
+    assert Path("file").read_text() == "kept"
 
 
 def test_a_slightly_wrong_gradient_is_found(check, monkeypatch):
@@ -125,7 +192,7 @@ def test_all_variants_are_told_of_and_refused_kinds_of_calls_once(check):
     supports = shown[: shown.index("Largest error")]
     assert all(f"\n {name} " in supports for name in VARIANTS)
     assert "flex runs on cuda (12 of 12 cases)" in shown
-    assert "sdpa_flash takes one head dimension for q, k and v (3 of 12 cases)" in shown
+    assert "sdpa_flash takes one head dimension for q, k and v (2 of 12 cases)" in shown
 
 
 @pytest.mark.parametrize(
@@ -157,30 +224,98 @@ def test_a_mistake_ends_in_one_sentence(override, sentence, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-def test_every_mask_meets_every_choice():
-    choices = {"dtype": list(DTYPES), "head_dim": [64, 128, 72], "length": [(1, 9), (9, 9), (9, 4), (4, 9)]}
-    heads = [(4, 4), (4, 2), (3, 1)]
-    cases = covering(
-        list(MASKS), choices["dtype"], choices["length"], heads, choices["head_dim"], softcap=5.0, v_head_dim=32, seed=0
+CALLS = {
+    "settings": yaml.safe_load((Path(flashtrain.__file__).parent / "conf/check.yaml").read_text()),
+    "as long as each other": {
+        "masks": list(MASKS), "dtypes": list(DTYPES), "lengths": [[9, 9], [9, 4], [4, 9]], "long_lengths": [],
+        "heads": [[4, 4], [4, 2], [3, 1]], "head_dims": [64, 128, 72],
+    },
+    "of two": {
+        "masks": ["causal", "window"], "dtypes": ["float16", "float32"], "lengths": [[9, 9], [4, 9]],
+        "long_lengths": [], "heads": [[4, 4], [4, 2]], "head_dims": [64, 128],
+    },
+}  # fmt: skip
+FEATURES = ("softcap", "v_head_dim", "lse_gradient")
+
+
+def cases_of(settings, long=True):
+    return covering(
+        settings["masks"],
+        settings["dtypes"],
+        settings["lengths"] + (settings["long_lengths"] if long else []),
+        settings["heads"],
+        settings["head_dims"],
+        softcap=5.0,
+        v_head_dim=32,
+        lse_gradient=True,
+        seed=0,
     )
-    for mask in MASKS:
-        plain = [case for case in cases if case.group == mask]
-        assert {case.dtype for case in plain} == set(choices["dtype"])
-        assert {case.head_dim for case in plain} == set(choices["head_dim"])
-        assert {(case.q_len, case.kv_len) for case in plain} == set(choices["length"])
-        assert {(case.q_heads, case.kv_heads) for case in plain} == set(heads)
-        special = [case for case in cases if case.mask == mask and case.group != mask]
-        assert [(case.softcap, case.v_head_dim) for case in special][0] == (5.0, special[0].head_dim)
-        assert [(case.softcap, case.v_head_dim) for case in special][1] == (0.0, 32)
-    pairs = {(case.dtype, case.head_dim) for case in cases}
-    assert len(pairs) == 9
+
+
+def choices_of(case):
+    return {
+        "group": case.group,
+        "dtypes": case.dtype,
+        "lengths": (case.q_len, case.kv_len),
+        "heads": (case.q_heads, case.kv_heads),
+        "head_dims": case.head_dim,
+    }
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("long", [False, True])
+def test_any_two_choices_meet(name, long):
+    settings = CALLS[name]
+    cases = cases_of(settings, long)
+    choices = {
+        "group": [*settings["masks"], *FEATURES],
+        "dtypes": settings["dtypes"],
+        "lengths": [tuple(pair) for pair in settings["lengths"] + settings["long_lengths"] * long],
+        "heads": [tuple(pair) for pair in settings["heads"]],
+        "head_dims": settings["head_dims"],
+    }
+    for one, other in itertools.combinations(choices, 2):
+        met = {(choices_of(case)[one], choices_of(case)[other]) for case in cases}
+        assert met == set(itertools.product(choices[one], choices[other])), (one, other)
+    square = tuple(settings["lengths"][0])
+    for mask in {"full", "causal"} & set(settings["masks"]):
+        plain = [case for case in cases if case.group == mask and (case.q_len, case.kv_len) == square]
+        met = {(case.dtype, case.head_dim) for case in plain}
+        assert met == set(itertools.product(settings["dtypes"], settings["head_dims"]))
+    assert len({case.seed for case in cases}) == len(cases)
+
+
+def test_each_feature_has_its_cases_and_no_others():
+    cases = cases_of(CALLS["settings"])
+    for case in cases:
+        assert case.softcap == (5.0 if case.group == "softcap" else 0.0)
+        assert case.v_head_dim == (32 if case.group == "v_head_dim" else case.head_dim)
+        assert case.lse_gradient == (case.group == "lse_gradient")
+        assert case.group in (case.mask, *FEATURES)
+    assert {case.mask for case in cases if case.group in FEATURES} == set(MASKS)
+
+
+def test_the_settings_ask_for_all_there_is_and_for_few_enough_cases():
+    settings = CALLS["settings"]
+    assert set(settings["masks"]) == set(MASKS) and set(settings["dtypes"]) == set(DTYPES)
+    assert settings["variants"] is None
+    signs = [(q_len > kv_len) - (q_len < kv_len) for q_len, kv_len in settings["lengths"]]
+    assert signs[0] == 0 and set(signs) == {-1, 0, 1}
+    assert max(map(max, settings["long_lengths"])) > 4096
+    assert {q_heads // kv_heads for q_heads, kv_heads in settings["heads"]} == {1, 3}
+    assert settings["head_dims"] == [64, 128]
+    assert settings["softcap"] > 0 and settings["v_head_dim"] not in settings["head_dims"] and settings["lse_gradient"]
+    assert [len(cases_of(settings, long)) for long in (False, True)] == [37, 46]
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(130, 130), (130, 70), (70, 130)])
 def test_masks_are_what_their_names_say(q_len, kv_len):
     shown = {}
     for mask in MASKS:
-        (case,) = covering([mask], ["float32"], [(q_len, kv_len)], [(2, 1)], [16], softcap=0.0, v_head_dim=None, seed=3)
+        (case,) = covering(
+            [mask], ["float32"], [(q_len, kv_len)], [(2, 1)], [16],
+            softcap=0.0, v_head_dim=None, lse_gradient=False, seed=3,
+        )  # fmt: skip
         shown[mask] = case.intervals("cpu").dense(q_len, kv_len).expand(ROWS, -1, -1)
     causal = shown["causal"]
     assert shown["full"].all() and not causal.all()

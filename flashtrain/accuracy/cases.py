@@ -1,5 +1,7 @@
 """The calls that attention is checked with: a covering selection of masks, lengths, heads, head dims and dtypes."""
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +32,8 @@ class Case:
     head_dim: int
     v_head_dim: int
     softcap: float
+    lse_gradient: bool
+    """Whether the LSE, too, has an upstream gradient."""
     seed: int
 
     def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,9 +62,10 @@ class Case:
     def __str__(self) -> str:
         head_dim = f"{self.head_dim}" if self.head_dim == self.v_head_dim else f"{self.head_dim}/{self.v_head_dim}"
         softcap = f", softcap {self.softcap:g}" if self.softcap else ""
+        lse_gradient = ", gradient of the LSE" if self.lse_gradient else ""
         return (
             f"{self.mask}, {self.q_len} queries, {self.kv_len} keys, heads {self.q_heads}/{self.kv_heads}, "
-            f"head dim {head_dim}{softcap}, {self.dtype}"
+            f"head dim {head_dim}{softcap}{lse_gradient}, {self.dtype}"
         )
 
 
@@ -89,6 +94,10 @@ MASKS: dict[str, Callable[[Case, str], Intervals]] = {
 }
 
 
+PLAIN = ("full", "causal")
+"""The masks that every variant has."""
+
+
 def covering(
     masks: Sequence[str],
     dtypes: Sequence[str],
@@ -98,34 +107,59 @@ def covering(
     *,
     softcap: float,
     v_head_dim: int | None,
+    lse_gradient: bool,
     seed: int,
 ) -> list[Case]:
-    """Cases in which every mask meets every dtype, lengths, heads and head dim; these take turns, not in step.
+    """Cases of each group, a mask or a feature, that meet every dtype, lengths, heads and head dim.
 
-    `lengths` are pairs of queries and keys, `heads` of query and KV heads. Each mask comes once more with scores
-    capped at `softcap`, unless that is 0, and once with `v_head_dim` for v, unless that is None.
+    `lengths` are pairs of queries and keys, `heads` of query and KV heads. The features are scores capped at
+    `softcap`, unless that is 0, `v_head_dim` for v, unless that is None, and a gradient of the LSE, if
+    `lse_gradient`; under each of them the masks take turns. Any two choices of dtype, lengths, heads and head dim
+    meet in some case, and the first lengths under each mask of `PLAIN` meet every dtype with every head dim.
     """
-    plain = max(len(dtypes), len(lengths), len(heads), len(head_dims))
-    groups = [None] * plain + ["softcap"] * (softcap > 0) + ["v_head_dim"] * (v_head_dim is not None)
-    cases = []
-    for shift, mask in enumerate(masks):
-        for turn, group in enumerate(groups):
-            q_len, kv_len = lengths[turn % len(lengths)]
-            q_heads, kv_heads = heads[(turn + shift // 2) % len(heads)]
-            head_dim = head_dims[(turn + 2 * shift) % len(head_dims)]
-            cases.append(
-                Case(
-                    group or mask,
-                    mask,
-                    dtypes[(turn + shift) % len(dtypes)],
-                    q_len,
-                    kv_len,
-                    q_heads,
-                    kv_heads,
-                    head_dim,
-                    v_head_dim=v_head_dim if group == "v_head_dim" else head_dim,
-                    softcap=softcap if group == "softcap" else 0.0,
-                    seed=seed + len(cases),
-                )
-            )
-    return cases
+    groups = [
+        *masks,
+        *["softcap"] * (softcap > 0),
+        *["v_head_dim"] * (v_head_dim is not None),
+        *["lse_gradient"] * lse_gradient,
+    ]
+    pairs_of_lengths, pairs_of_heads = ([tuple(pair) for pair in pairs] for pairs in (lengths, heads))
+    calls = [
+        (mask, dtype, pairs_of_lengths[0], pairs_of_heads[(i + j + n) % len(heads)], head_dim)
+        for i, mask in enumerate(mask for mask in masks if mask in PLAIN)
+        for j, dtype in enumerate(dtypes)
+        for n, head_dim in enumerate(head_dims)
+    ]
+    calls = _until_all_meet(calls, groups, dtypes, pairs_of_lengths, pairs_of_heads, head_dims)
+    calls.sort(key=lambda call: groups.index(call[0]))
+    turns = itertools.cycle(masks)
+    return [
+        Case(
+            group,
+            group if group in masks else next(turns),
+            dtype,
+            *of_lengths,
+            *of_heads,
+            head_dim,
+            v_head_dim=v_head_dim if group == "v_head_dim" else head_dim,
+            softcap=softcap if group == "softcap" else 0.0,
+            lse_gradient=group == "lse_gradient",
+            seed=seed + number,
+        )
+        for number, (group, dtype, of_lengths, of_heads, head_dim) in enumerate(calls)
+    ]
+
+
+def _until_all_meet(calls: list[tuple], *choices: Sequence) -> list[tuple]:
+    """`calls`, each one of every `choices`, and such more that any two of different choices are together in one.
+
+    The next is always the one in which most pairs meet for the first time, and of these the one of rarest pairs.
+    """
+    possible = {call: set(itertools.combinations(enumerate(call), 2)) for call in itertools.product(*choices)}
+    calls, pairs = list(calls), set().union(*possible.values())
+    met = Counter(pair for call in calls for pair in possible[call])
+    while apart := pairs - met.keys():
+        ranks = {call: (len(of & apart), -sum(met[pair] for pair in of)) for call, of in possible.items()}
+        calls.append(max(ranks, key=ranks.get))
+        met.update(possible[calls[-1]])
+    return calls

@@ -36,10 +36,10 @@ class Outcome:
 def measure(case: Case, variants: Sequence[str], device: str) -> list[Outcome]:
     """The outcome of the case with each variant; what a variant raises is its outcome, and ends nothing."""
     intervals = case.intervals(device)
-    reference = Reference.of(case.inputs(device), intervals, softcap=case.softcap)
+    reference = Reference.of(case.inputs(device), intervals, softcap=case.softcap, lse_gradient=case.lse_gradient)
     outcomes = []
     for variant in variants:
-        returns_lse = refusal(variant, case.spec(intervals, device, needs_lse=True)) is None
+        returns_lse = case.lse_gradient or refusal(variant, case.spec(intervals, device, needs_lse=True)) is None
         refused = refusal(variant, case.spec(intervals, device, needs_lse=returns_lse))
         raised, deviations = None, {}
         if refused is None:
