@@ -1,10 +1,11 @@
-"""Measure the attention variants that this device can run, forward and backward, over sequence lengths.
+"""Measure the attention variants that this device can run, forward and backward; exit 1 where none has a speed.
 
 `python -m flashtrain.bench [variants=[...]] [masks=[causal,full,window,documents]] [lengths=[...]]`
 """
 
 import platform
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,12 +17,12 @@ from flashtrain.config import MOST_SEEDS, Root, not_among, once_each
 from flashtrain.device import DTYPES, resolve_type
 from flashtrain.entry import main
 from flashtrain.kernels.attention import VARIANT_NAMES, Intervals
-from flashtrain.performance.attention import FLOPS_PER_VISIBLE_PAIR, PASSES, Measurement, Problem, measure
+from flashtrain.performance.attention import FLOPS_PER_VISIBLE_PAIR, PASSES, Measurement, NoSpeed, Problem, measure
 from flashtrain.performance.hardware import gpu_state
 from flashtrain.performance.masks import MASKS, Masks
 from flashtrain.performance.plot import save_plot
 from flashtrain.performance.report import Conditions, as_row, describe, markdown, speed_tables, terminal_table
-from flashtrain.performance.timing import Clock, CudaClock, HostClock
+from flashtrain.performance.timing import Clock, CudaClock, HostClock, Timing
 
 
 @dataclass
@@ -81,7 +82,9 @@ class BenchConfig:
             problems.append(f"seed is {self.seed}; it must be at least 0 and below {MOST_SEEDS}")
         if self.relative_to is not None and self.relative_to not in self.names:
             problems.append(f"relative_to is {self.relative_to}; it must be one of the variants: {_words(self.names)}")
-        if self.output is not None and Path(self.output).exists():
+        if self.output == "":
+            problems.append("output is empty; name a new folder, or leave it out for runs/ with the time")
+        elif self.output is not None and Path(self.output).exists():
             problems.append(f"output={self.output} exists; name another")
         return problems or self._sizes()
 
@@ -111,7 +114,8 @@ ROOT = Root("bench", BenchConfig)
 
 
 def run(config: BenchConfig) -> None:
-    """Measure every problem: tables here as they are done, files in a new folder."""
+    """Measure every problem: tables here as they are done, files in a new folder; SystemExit(1) where no variant has
+    a speed on any."""
     console = Console()
     device = resolve_type("device", config.device)
     folder = runs.new_folder(config.output, "bench")
@@ -143,7 +147,7 @@ def run(config: BenchConfig) -> None:
             runs.write_json(
                 folder / "bench.json",
                 {
-                    "settings": asdict(config),
+                    "settings": asdict(config) | {"device": device},
                     "interpreted": given.interpreted,
                     "flops_per_visible_pair": FLOPS_PER_VISIBLE_PAIR,
                     "provenance": facts,
@@ -158,6 +162,22 @@ def run(config: BenchConfig) -> None:
     save_plot(measurements, given, folder / "bench.png")
     for path in sorted(folder.iterdir()):
         console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+    without = _without_speed(measurements)
+    for name in config.variants or []:
+        if name in without:
+            console.print(f"{name} has no speed: {without[name]}", markup=False, highlight=False, soft_wrap=True)
+    if len(without) == len(config.names):
+        sys.exit(1)
+
+
+def _without_speed(measurements: list[Measurement]) -> dict[str, NoSpeed]:
+    """The variants that have no speed on any problem, and why on the first."""
+    timed = {found.variant for found in measurements if isinstance(found.result, Timing)}
+    why: dict[str, NoSpeed] = {}
+    for found in measurements:
+        if found.variant not in timed:
+            why.setdefault(found.variant, found.result)
+    return why
 
 
 def _panels(config: BenchConfig) -> list[list[Problem]]:

@@ -1,11 +1,13 @@
 """`python -m flashtrain.bench` from the command line to its files, on a CPU."""
 
+import itertools
 import json
 import re
 from dataclasses import replace
 
 import matplotlib.image
 import pytest
+import torch
 from commands import SMALL_BENCH, run_command
 
 from flashtrain.kernels.attention.variants import VARIANTS
@@ -30,9 +32,11 @@ def bench(tmp_path, capsys):
 
 
 def mistake(*overrides):
+    """The sentence that the command ends with, or its exit status."""
     with pytest.raises(SystemExit) as stop:
         run_command(COMMAND, *SMALL_BENCH, *overrides)
-    return stop.value.code.removeprefix("error: ")
+    code = stop.value.code
+    return code.removeprefix("error: ") if isinstance(code, str) else code
 
 
 def test_every_measurement_is_in_the_file_with_what_it_depends_on(bench):
@@ -57,7 +61,11 @@ def test_every_measurement_is_in_the_file_with_what_it_depends_on(bench):
         assert row["quartiles_ms"][0] <= row["median_ms"] <= row["quartiles_ms"][1]
         assert row["tflops"] == pytest.approx(row["flops"] / row["median_ms"] / 1e9)
         assert row["no_speed"] is None
-        assert all(check["passes"] and check["error"] <= check["allowed"] for check in row["check"].values())
+        assert set(row["check"]["deviations"]) == {"out", "dq", "dk", "dv"} and row["check"]["not_finite"] == []
+        for deviation in row["check"]["deviations"].values():
+            assert deviation["passes"] and deviation["error"] <= deviation["allowed"]
+        compared = row["check"]["compared"]
+        assert len(compared) == 4 and compared[0] == [0, 0] and compared[-1] == [row["batch"] - 1, 1]
     assert rows[0]["flops"] == 4 * 4 * (64 * 65 // 2) * 4 * 16
 
 
@@ -99,15 +107,77 @@ def test_a_wrong_variant_has_no_speed_anywhere(bench, monkeypatch, tmp_path):
     for row in rows:
         assert row["tflops"] is row["median_ms"] is row["readings_ms"] is None
         assert re.match(r"check failed: out [\d.e+]+x allowed, dq [\d.e+]+x allowed", row["no_speed"])
-        assert not row["check"]["out"]["passes"]
+        assert not row["check"]["deviations"]["out"]["passes"]
     assert "| check failed: out " in (tmp_path / "measured" / "bench.md").read_text()
     assert all(row["tflops"] for row in found["measurements"] if row["variant"] != "sdpa_flash")
 
 
-def test_where_no_variant_can_the_reasons_are_the_result(bench):
-    shown, found = bench("variants=[sdpa_cudnn]")
-    assert "sdpa_cudnn runs on cuda, not on cpu" in shown
-    assert {row["no_speed"] for row in found["measurements"]} == {"runs on cuda, not on cpu"}
+def test_a_variant_that_raises_is_told_of_beside_the_others(bench, monkeypatch, tmp_path):
+    def attend(*inputs):
+        raise ValueError("a tile of 3 | 5 is odd\nthe rest of it")
+
+    monkeypatch.setitem(VARIANTS, "sdpa_flash", replace(VARIANTS["sdpa_flash"], attend=attend))
+    shown, found = bench("masks=[causal]", "lengths=[64]")
+    reason = "failed: ValueError: a tile of 3 | 5 is odd"
+    for row in found["measurements"]:
+        assert row["no_speed"] == (reason if row["variant"] == "sdpa_flash" else None)
+        assert (row["check"] is None) == (row["variant"] == "sdpa_flash")
+    cell = reason.replace("|", "\\|")
+    assert f"| `sdpa_flash` | {cell} | {cell} |" in (tmp_path / "measured" / "bench.md").read_text()
+    assert shown.endswith(f"\nsdpa_flash has no speed: {reason}\n")
+
+
+def test_a_named_variant_without_a_speed_is_said_at_the_end(bench):
+    shown, _ = bench("variants=[sdpa_cudnn,standard]", "lengths=[64]")
+    assert shown.endswith("\nsdpa_cudnn has no speed: runs on cuda, not on cpu\n")
+
+
+def test_a_named_variant_that_has_a_speed_somewhere_is_not(bench):
+    shown, _ = bench("variants=[sdpa_flash,standard]", "masks=[causal,window]", "lengths=[64]")
+    assert "has no speed" not in shown
+
+
+def test_where_no_variant_has_a_speed_the_reasons_are_the_result(capsys, tmp_path):
+    assert mistake("variants=[sdpa_cudnn,sdpa_flash]", "masks=[window]", "output=measured") == 1
+    shown = capsys.readouterr().out
+    assert "\nsdpa_cudnn has no speed: runs on cuda, not on cpu\nsdpa_flash has no speed: takes the full and" in shown
+    found = json.loads((tmp_path / "measured" / "bench.json").read_text())
+    assert {row["no_speed"] for row in found["measurements"] if row["variant"] == "sdpa_cudnn"} == {
+        "runs on cuda, not on cpu"
+    }
+    assert (tmp_path / "measured" / "bench.md").exists()
+
+
+def test_the_settings_hold_the_device_that_auto_became(bench):
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    _, found = bench("device=auto", "variants=[sdpa_math]", "lengths=[64]", "masks=[causal]")
+    assert found["settings"]["device"] == kind
+
+
+@pytest.mark.parametrize(
+    ("readings", "sentence"),
+    [
+        (
+            (1.0, 1.0, 1.48, 1.48),
+            "readings lie far apart: up to 19 % from their median, the outer quarters left out; run again on a quiet machine",
+        ),
+        ((1.0, 1.0, 1.1, 1.1), "at least half of the readings of each lie within 4.8 % of their median"),
+    ],
+)
+def test_readings_that_lie_far_apart_are_a_warning_under_the_table(bench, monkeypatch, tmp_path, readings, sentence):
+    class Told:
+        def __init__(self):
+            self.left = itertools.cycle(readings)
+
+        def read(self, call):
+            call()
+            seconds = next(self.left)
+            return lambda: seconds
+
+    monkeypatch.setattr("flashtrain.bench.HostClock", Told)
+    shown, _ = bench("variants=[sdpa_math]", "rounds=4", "lengths=[64]", "masks=[causal]")
+    assert sentence in " ".join(shown.split())
+    assert f"- {sentence}" in (tmp_path / "measured" / "bench.md").read_text()
 
 
 def test_interpreted_kernels_are_said_to_be(bench, monkeypatch, tmp_path):
@@ -169,6 +239,7 @@ def test_without_an_output_the_folder_has_the_time(tmp_path):
         ("warmup=-1", "warmup is -1; it must be 0 or more"),
         ("seed=-1", "seed is -1; it must be at least 0 and below 4294967296"),
         ("relative_to=flex", "relative_to is flex; it must be one of the variants: standard, sdpa_math, sdpa_flash"),
+        ("output=", "output is empty; name a new folder, or leave it out for runs/ with the time"),
         ("output=taken", "output=taken exists; name another"),
     ],
     ids=lambda value: value if "=" in value else "",

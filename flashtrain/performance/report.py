@@ -13,9 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from flashtrain.charts import short_count
-from flashtrain.performance.attention import FLOPS_PER_VISIBLE_PAIR, Measurement, NoSpeed, Problem
+from flashtrain.performance.attention import FLOPS_PER_VISIBLE_PAIR, Check, Measurement, NoSpeed, Problem
 from flashtrain.performance.masks import Masks
 from flashtrain.performance.timing import Timing
+
+FAR_APART = 0.1
+"""The spread above which a table warns."""
 
 
 @dataclass(frozen=True)
@@ -121,17 +124,22 @@ def as_row(measurement: Measurement) -> dict[str, object]:
         "median_ms": 1e3 * result.median if timed else None,
         "quartiles_ms": [1e3 * seconds for seconds in result.quartiles] if timed else None,
         "readings_ms": [1e3 * seconds for seconds in result.seconds] if timed else None,
-        "no_speed": None if timed else result.reason or result.word,
-        "check": {
-            name: {
-                "error": _finite(deviation.error),
-                "baseline": deviation.baseline,
-                "allowed": deviation.allowed,
-                "passes": deviation.passes,
-            }
-            for name, deviation in (measurement.check or {}).items()
-        },
+        "no_speed": None if timed else str(result),
+        "check": None if measurement.check is None else _check_row(measurement.check),
     }
+
+
+def _check_row(check: Check) -> dict[str, object]:
+    deviations = {
+        name: {
+            "error": _finite(deviation.error),
+            "baseline": deviation.baseline,
+            "allowed": deviation.allowed,
+            "passes": deviation.passes,
+        }
+        for name, deviation in check.deviations.items()
+    }
+    return {"compared": check.compared, "not_finite": check.not_finite, "deviations": deviations}
 
 
 def _speed_table(group: list[Measurement], given: Conditions) -> SpeedTable:
@@ -149,8 +157,18 @@ def _speed_table(group: list[Measurement], given: Conditions) -> SpeedTable:
             notes[f"{found.variant} {refusal}"] = None
     spreads = [found.result.spread for found in group if isinstance(found.result, Timing)]
     if spreads:
-        notes[f"at least half of the readings of each lie within {max(spreads):.1%} of their median"] = None
+        notes[_spread_note(max(spreads))] = None
     return SpeedTable(panel_title(group[0].problem, given), list(headings.values()), rows, list(notes))
+
+
+def _spread_note(spread: float) -> str:
+    """What the largest spread of a table says about it."""
+    if spread > FAR_APART:
+        return (
+            f"readings lie far apart: up to {100 * spread:.0f} % from their median, the outer quarters left out; "
+            "run again on a quiet machine"
+        )
+    return f"at least half of the readings of each lie within {100 * spread:.1f} % of their median"
 
 
 def _refusal(found: Measurement) -> str | None:
@@ -165,8 +183,9 @@ def _cell(found: Measurement, baseline: float | None) -> list[str]:
 
 
 def _beside(lines: list[str]) -> str:
+    """A cell of a markdown table."""
     first, *rest = lines
-    return f"{first} ({', '.join(rest)})" if rest else first
+    return (f"{first} ({', '.join(rest)})" if rest else first).replace("|", r"\|")
 
 
 def _figure(value: float) -> str:
