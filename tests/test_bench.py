@@ -159,7 +159,8 @@ def test_the_settings_hold_the_device_that_auto_became(bench):
     [
         (
             (1.0, 1.0, 1.48, 1.48),
-            "readings lie far apart: up to 19 % from their median, the outer quarters left out; run again on a quiet machine",
+            "readings lie far apart: up to 19 % from their median, the outer quarters left out; "
+            "run again on a quiet machine",
         ),
         ((1.0, 1.0, 1.1, 1.1), "at least half of the readings of each lie within 4.8 % of their median"),
     ],
