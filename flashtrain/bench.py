@@ -3,7 +3,6 @@
 `python -m flashtrain.bench [variants=[...]] [masks=[causal,full,window,documents]] [lengths=[...]]`
 """
 
-import platform
 import shlex
 import sys
 from collections.abc import Sequence
@@ -119,7 +118,7 @@ def run(config: BenchConfig) -> None:
     console = Console()
     device = resolve_type("device", config.device)
     folder = runs.new_folder(config.output, "bench")
-    facts = runs.provenance()
+    facts = runs.provenance(device=runs.device_name(device))
     masks = Masks(config.window, config.longest_document, config.seed)
     clock: Clock = CudaClock() if device == "cuda" else HostClock()
     given = _conditions(config, device, masks, facts)
@@ -203,7 +202,7 @@ def _conditions(config: BenchConfig, device: str, masks: Masks, facts: dict) -> 
     problem = _panels(config)[0][0]
     spec = problem.spec(Intervals.full(), device, DTYPES[config.dtype])
     return Conditions(
-        device=facts["device"] if device == "cuda" else f"CPU ({platform.machine()})",
+        device=facts["device"],
         dtype=config.dtype,
         tokens=config.tokens,
         rounds=config.rounds,

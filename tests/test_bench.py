@@ -154,6 +154,12 @@ def test_the_settings_hold_the_device_that_auto_became(bench):
     assert found["settings"]["device"] == kind
 
 
+def test_the_device_is_the_one_that_measured(bench):
+    shown, found = bench("variants=[sdpa_math]", "lengths=[64]", "masks=[causal]")
+    device = found["provenance"]["device"]
+    assert device.startswith("CPU (") and f"a call on {device}; " in " ".join(shown.split())
+
+
 @pytest.mark.parametrize(
     ("readings", "sentence"),
     [

@@ -78,7 +78,7 @@ class Timing:
         return max(abs(quartile - self.median) for quartile in self.quartiles) / self.median
 
 
-def reraise(name: str, error: Exception) -> None:
+def _reraise(name: str, error: Exception) -> None:
     raise error
 
 
@@ -89,7 +89,7 @@ def interleaved(
     warmup: int,
     rounds: int,
     seed: int,
-    on_error: Callable[[str, Exception], None] = reraise,
+    on_error: Callable[[str, Exception], None] = _reraise,
 ) -> dict[str, Timing]:
     """Read every call once a round, in an order shuffled anew for each; `warmup` rounds before are not read.
 
@@ -98,7 +98,7 @@ def interleaved(
     """
     order, shuffler = list(stages), random.Random(seed)
     readings: dict[str, list[Callable[[], float]]] = {name: [] for name in stages}
-    timings = {}
+    timings: dict[str, Timing] = {}
 
     def attempt(name: str, step: Callable[[], None]) -> None:
         try:
