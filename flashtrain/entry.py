@@ -75,8 +75,14 @@ def explain(error: Exception, root: schema.Root) -> str:
         return f"{key} has no value; say {key}=..."
     if dataclasses.is_dataclass(group) and f"Key '{key.rpartition('.')[2]}' not in" in str(cause):
         return place + schema.unknown_key(key, group)
-    if key and "is not a ListConfig" in str(cause):
+    if isinstance(key, int) and "is not a ListConfig" in str(cause):  # the place in a list that the cause does not name
+        merged = re.match(r"Error merging override ([^=]+)=", str(error))
+        if merged:
+            return f"{merged.group(1)} takes a list of lists, as in {merged.group(1)}=[[...],[...]]"
+    elif key and "is not a ListConfig" in str(cause):
         return f"{place}{key} takes a list, as in {key}=[...]"
+    if key and "is not Optional" in str(cause):
+        return f"{place}{key} cannot be null; give it a value"
     if key and isinstance(cause, OmegaConfBaseException):
         return f"{place}{key}: {str(cause).splitlines()[0]}"
     override = re.search(r"Could not override '([^']+)'", str(error))

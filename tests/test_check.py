@@ -206,6 +206,9 @@ def test_all_variants_are_told_of_and_refused_kinds_of_calls_once(check):
         ("masks=[casual]", "masks has casual; did you mean causal?"),
         ("dtypes=[float64]", "dtypes has float64; did you mean float"),
         ("lengths=[[9]]", "lengths has [9]; each must be two numbers of at least 1"),
+        ("lengths=[300,300]", "lengths takes a list of lists, as in lengths=[[...],[...]]"),
+        ("heads=[[4,4],6]", "heads takes a list of lists, as in heads=[[...],[...]]"),
+        ("softcap=null", "softcap cannot be null; give it a value"),
         ("lengths=[]", "lengths is empty; give at least one"),
         ("heads=[[4,3]]", "heads has [4, 3]; query heads must be a multiple of KV heads"),
         ("head_dims=[0]", "head_dims has 0; all must be at least 1"),
@@ -282,6 +285,9 @@ def test_any_two_choices_meet(name, long):
         plain = [case for case in cases if case.group == mask and (case.q_len, case.kv_len) == square]
         met = {(case.dtype, case.head_dim) for case in plain}
         assert met == set(itertools.product(settings["dtypes"], settings["head_dims"]))
+        for other in ("dtypes", "head_dims"):
+            met = {(choices_of(case)["heads"], choices_of(case)[other]) for case in plain}
+            assert met == set(itertools.product(choices["heads"], choices[other]))
     assert len({case.seed for case in cases}) == len(cases)
 
 

@@ -115,7 +115,8 @@ def covering(
     `lengths` are pairs of queries and keys, `heads` of query and KV heads. The features are scores capped at
     `softcap`, unless that is 0, `v_head_dim` for v, unless that is None, and a gradient of the LSE, if
     `lse_gradient`; under each of them the masks take turns. Any two choices of dtype, lengths, heads and head dim
-    meet in some case, and the first lengths under each mask of `PLAIN` meet every dtype with every head dim.
+    meet in some case, and the first lengths under each mask of `PLAIN` meet every dtype with every head dim, while
+    heads take turns.
     """
     groups = [
         *masks,
