@@ -58,7 +58,7 @@ HALF = {
     # Not measured.
     "sm_100": {
         64: Tiles(Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3), use_tma=True),
-        128: Tiles(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), use_tma=True),
+        128: Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(128, 64, 8, 2), use_tma=True),
         256: Tiles(Tile(128, 64, 8, 2), Tile(32, 64, 8, 2), Tile(128, 32, 8, 2), use_tma=True),
     },
     # Not measured. 64 KB of shared memory.

@@ -69,11 +69,6 @@ SPILLS_ON_SM_90 = {
 }
 # Elsewhere nothing was measured: less than an accumulator of 64 x 64 over 128 threads.
 SPILLS_ELSEWHERE = 124
-EXCEPTIONS_ELSEWHERE = {
-    # Less than dK's accumulator of this tile, 128 x 128 over 256 threads.
-    ("sm_100", "grouped heads 128", DKDV): 252,
-    ("sm_100", "all at once", DKDV): 252,
-}
 
 # Its paper sets the blocks. One kernel for dK, dV and dQ spills; in fp32, whose exact products keep operands in
 # registers, all do, up to 44 KB a thread.
@@ -89,7 +84,7 @@ def may_spill(architecture, problem, kernel):
         return math.inf if problem == "flash_v1 fp32" else FLASH_V1_SPILLS[kernel]
     if architecture == "sm_90":
         return SPILLS_ON_SM_90.get((problem, kernel), 0)
-    return EXCEPTIONS_ELSEWHERE.get((architecture, problem, kernel), SPILLS_ELSEWHERE)
+    return SPILLS_ELSEWHERE
 
 
 @functools.cache
