@@ -18,10 +18,10 @@ def mask_arguments(intervals: Intervals, q_len: int, kv_len: int) -> dict[str, i
 
     A side without a bound, or with one past all of these lengths, reaches exactly past them: nothing overflows.
     """
-    bounds = intervals.bounds
+    plain, bounds = intervals.at(q_len, kv_len), intervals.bounds
     return {
-        "left": kv_len if intervals.left is None else min(intervals.left, kv_len),
-        "right": q_len if intervals.right is None else min(intervals.right, q_len),
+        "left": kv_len if plain.left is None else plain.left,
+        "right": q_len if plain.right is None else plain.right,
         "bounds": None if bounds is None else (_rows(bounds.keys), _rows(bounds.queries)),
     }
 
