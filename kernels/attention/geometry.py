@@ -26,6 +26,11 @@ def mask_arguments(intervals: Intervals, q_len: int, kv_len: int) -> dict[str, i
     }
 
 
+def any_masked(intervals: Intervals, q_len: int, kv_len: int, BLOCK: int) -> bool:
+    """Whether some query may see a part of a block of keys: a kernel has no loop over such blocks where none does."""
+    return not intervals.at(q_len, kv_len).is_full or kv_len % BLOCK != 0
+
+
 def _rows(bounds_2RS) -> tuple:
     """lo, hi and the distance of two batch rows, 0 where all have the same."""
     lo, hi = bounds_2RS

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..geometry import block_of_step, block_ranges, inside, key_bounds, mask_arguments, steps
+from ..geometry import any_masked, block_of_step, block_ranges, inside, key_bounds, mask_arguments, steps
 from ..intervals import Intervals
 from ..online_softmax import softmax_finish, softmax_start, softmax_update
 from ..softcap import cap_scores, score_units
@@ -46,7 +46,7 @@ def _attend(
 def _fwd_kernel(
     q, k, v, out, lse_ptr, scale_log2e, cap, q_len, kv_len, num_q_heads, group_size, left, right, bounds,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    MASKED_FIRST: tl.constexpr,
+    MASKED_FIRST: tl.constexpr, ANY_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Writes one tile of out and lse. Grid (batch * heads * query tiles,)."""
     b, h, h_kv, batch_head, first = query_tile(q_len, num_q_heads, group_size, BLOCK_M)
@@ -60,10 +60,11 @@ def _fwd_kernel(
     acc_MD = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max_M, row_sum_M = softmax_start(BLOCK_M)
     for turn in tl.static_range(2):
-        acc_MD, row_max_M, row_sum_M = _attend(
-            acc_MD, row_max_M, row_sum_M, q_MD, k, v, b, h_kv, lo_M, hi_M, blocks, scale_log2e, cap,
-            turn != MASKED_FIRST, BLOCK_N, BLOCK_D, BLOCK_DV,
-        )  # fmt: skip
+        if ANY_MASKED or turn == MASKED_FIRST:
+            acc_MD, row_max_M, row_sum_M = _attend(
+                acc_MD, row_max_M, row_sum_M, q_MD, k, v, b, h_kv, lo_M, hi_M, blocks, scale_log2e, cap,
+                turn != MASKED_FIRST, BLOCK_N, BLOCK_D, BLOCK_DV,
+            )  # fmt: skip
 
     out_MD, lse_M = softmax_finish(acc_MD, row_max_M, row_sum_M, scale_log2e)
     store_tile(out, out_MD, b, h, first, BLOCK_M, BLOCK_DV)
@@ -89,6 +90,6 @@ def forward(
         q_view, k_view, v_view, out_view, lse, **score_units(scale, softcap),
         q_len=q_len, kv_len=kv_len, num_q_heads=num_q_heads, group_size=num_q_heads // num_kv_heads,
         **mask_arguments(intervals, q_len, kv_len),
-        BLOCK_D=padded_head_dim(q), BLOCK_DV=padded_head_dim(v), **vars(tile),
+        ANY_MASKED=any_masked(intervals, q_len, kv_len, tile.BLOCK_N), BLOCK_D=padded_head_dim(q), BLOCK_DV=padded_head_dim(v), **vars(tile),
     )  # fmt: skip
     return out, lse
