@@ -18,9 +18,21 @@ from flashtrain.errors import UserError
 from flashtrain.kernels.attention import Intervals, refusal, tiles
 from flashtrain.performance.achievable import achievable
 from flashtrain.performance.attention import PASSES, Measurement, Problem, measure
+from flashtrain.performance.counters import count
 from flashtrain.performance.counting import Comparison, compare
 from flashtrain.performance.devices import DEVICES, Device, key_of
-from flashtrain.performance.explanation import Case, Setting, as_row, count_sheet, markdown, sheets, terminal_table
+from flashtrain.performance.explanation import (
+    Case,
+    Counted,
+    Setting,
+    as_counted_row,
+    as_row,
+    count_sheet,
+    counter_sheet,
+    markdown,
+    sheets,
+    terminal_table,
+)
 from flashtrain.performance.io import VARIANTS, Launch, Shape, compulsory, predict
 from flashtrain.performance.io_plot import save_plot
 from flashtrain.performance.masks import MASKS, Masks
@@ -58,6 +70,9 @@ class ExplainConfig:
     count_length: int | None
     """Tokens in a row of calls whose elements are counted as they run, against the model; null: none. Triton's kernels
     are counted in its interpreter (TRITON_INTERPRET=1), a second or more for each hundred tokens."""
+    counter_lengths: list[int] | None
+    """Tokens in a row of calls whose bytes the hardware counts, against the model, where the device is here; null or
+    []: none. Nsight Compute's ncu reads the counters."""
     warmup: int
     """Calls of each before the first reading, where there is a GPU."""
     rounds: int
@@ -83,14 +98,18 @@ class ExplainConfig:
             *not_among("mask", [self.mask], MASKS),
             *not_among("passes", self.passes, PASSES),
         ]
-        if small := [length for length in self.lengths if length < 1]:
-            problems.append(f"lengths has {', '.join(map(str, small))}; all must be at least 1")
+        for name, lengths in (("lengths", self.lengths), ("counter_lengths", self.counter_lengths or [])):
+            if small := [length for length in lengths if length < 1]:
+                problems.append(f"{name} has {', '.join(map(str, small))}; all must be at least 1")
         problems += once_each("lengths", self.lengths)
+        problems += once_each("counter_lengths", self.counter_lengths) if self.counter_lengths else []
         if self.warmup < 0:
             problems.append(f"warmup is {self.warmup}; it must be 0 or more")
         if not 0 <= self.seed < MOST_SEEDS:
             problems.append(f"seed is {self.seed}; it must be at least 0 and below {MOST_SEEDS}")
-        if self.output is not None and Path(self.output).exists():
+        if self.output == "":
+            problems.append("output is empty; name a new folder, or leave it out for runs/ with the time")
+        elif self.output is not None and Path(self.output).exists():
             problems.append(f"output={self.output} exists; name another")
         if not problems and self.num_heads % self.kv_heads:
             problems.append(f"num_kv_heads is {self.num_kv_heads} and does not divide the {self.num_heads} heads")
@@ -109,24 +128,29 @@ def run(config: ExplainConfig) -> None:
     console = Console()
     device, is_here = _device(config.device)
     dtype, masks = DTYPES[config.dtype], Masks(config.window, config.longest_document, config.seed)
-    setting = _setting(config, device, masks, _rates(config, device, is_here))
-    refused = _refused(config, device, setting.intervals)
+    refused = _refused(config, device, masks)
     if len(refused) == len(config.variants):
         raise UserError("; ".join(f"{name} {reason}" for name, reason in refused.items()))
     folder = runs.new_folder(config.output, "explain")
     for name, reason in refused.items():
         console.print(f"{name} {reason}", highlight=False)
 
+    setting = _setting(config, device, masks, _rates(config, device, is_here))
     variants = [name for name in config.variants if name not in refused]
     cases: list[Case] = []
     for length in sorted({*config.lengths, config.length}):
         cases += _cases(config, variants, length, device, masks, setting.rates, is_here)
     forward = {name: _forward(name, setting) for name in variants}
     operators = block(setting.shape, dtype, forward)
-    text = walk_through(cases, setting)
+    by_hardware, remarks = _by_hardware(config, variants, masks, setting) if is_here else ([], [])
+    text = walk_through(cases, setting, by_hardware)
     all_sheets = sheets(cases, setting, operators)
+    if by_hardware:
+        all_sheets.append(counter_sheet(by_hardware))
     for sheet in all_sheets:
         console.print("", terminal_table(sheet))
+    for remark in remarks:
+        console.print(remark, markup=False, highlight=False)
     counted = _counted(config, variants, masks, console) if config.count_length else []
     console.print("", "\n\n".join(text), markup=False, highlight=False)
 
@@ -150,6 +174,8 @@ def run(config: ExplainConfig) -> None:
                 | {"counted_elements": one.counted.total(), "model_elements": one.model.total()}
                 for one in counted
             ],
+            "counted_by_hardware": [as_counted_row(one) for one in by_hardware],
+            "counted_by_hardware_remarks": remarks,
             "text": text,
             "provenance": facts,
         },
@@ -202,8 +228,9 @@ def _setting(config: ExplainConfig, device: Device, masks: Masks, rates: Rates) 
     )
 
 
-def _refused(config: ExplainConfig, device: Device, intervals: Intervals) -> dict[str, str]:
+def _refused(config: ExplainConfig, device: Device, masks: Masks) -> dict[str, str]:
     """variant -> why that device could not run it with this mask."""
+    intervals = masks.intervals(config.mask, config.batch, config.length, "cpu")
     spec = _problem(config, config.length).spec(intervals, "cpu", DTYPES[config.dtype])
     there = replace(spec, device_type="cuda", sm=device.sm, triton=True, interpreted=False)
     return {name: reason for name in config.variants if (reason := refusal(name, there)) is not None}
@@ -259,6 +286,21 @@ def _counted(config: ExplainConfig, variants: list[str], masks: Masks, console: 
     for name, reason in refused.items():
         console.print(f"{name} {reason}", highlight=False)
     return found
+
+
+def _by_hardware(
+    config: ExplainConfig, variants: list[str], masks: Masks, setting: Setting
+) -> tuple[list[Counted], list[str]]:
+    """What the counters of this device say, and remarks on it."""
+    lengths = config.counter_lengths or []
+    estimates = {
+        (case.variant, case.pass_name, length): case.estimate
+        for length in lengths
+        for case in _cases(config, variants, length, setting.device, masks, setting.rates, is_here=False)
+    }
+    problems = [_problem(config, length) for length in lengths]
+    found, remarks = count(problems, masks, variants, config.passes, dtype=setting.dtype, seed=config.seed)
+    return [Counted(estimates[one.variant, one.pass_name, one.length], one) for one in found], remarks
 
 
 def _measurements(

@@ -1,12 +1,15 @@
 """`python -m flashtrain.explain` from the command line to its files, on a machine without a GPU."""
 
 import json
+from dataclasses import replace
 
 import matplotlib.image
 import pytest
 import torch
 from commands import SMALL_EXPLAIN, run_command
 
+from flashtrain.performance.counters import Counters
+from flashtrain.performance.counters import count as real_count
 from flashtrain.performance.devices import DEVICES
 from flashtrain.performance.explanation import data_size, duration
 from flashtrain.performance.io import standard_elements
@@ -149,22 +152,87 @@ def test_the_picture_has_three_panels_side_by_side(explain, tmp_path):
     assert width > 3 * height
 
 
-def test_where_the_gpu_is_here_times_stand_beside_the_prediction(explain, monkeypatch):
-    """The GPU is played by the CPU."""
+@pytest.fixture
+def gpu(monkeypatch):
+    """The GPU is here, and played by the CPU, without counters; the verb."""
     from flashtrain import explain as verb
 
     real = verb.measure
+    monkeypatch.setattr(verb, "count", lambda *args, **kwargs: ([], ["no bytes were counted: no counters"]))
     monkeypatch.setattr(verb, "_device", lambda word: (DEVICES[word], True))
     monkeypatch.setattr(verb, "achievable", lambda *args, **kwargs: Rates(1e12, 1e14, measured=True))
     monkeypatch.setattr(verb, "CudaClock", HostClock)
     monkeypatch.setattr(verb, "measure", lambda *args, **kwargs: real(*args, **kwargs | {"device": "cpu"}))
-    shown, found = explain("dtype=float32", "lengths=[64]", "length=64", "rounds=3", "warmup=1", "variants=[standard]")
+    return verb
+
+
+HERE = ["dtype=float32", "lengths=[64]", "length=64", "rounds=3", "warmup=1", "variants=[standard]"]
+
+
+def test_where_the_gpu_is_here_times_stand_beside_the_prediction(explain, gpu):
+    shown, found = explain(*HERE)
     assert found["rates"] == {"bandwidth": 1e12, "flops": 1e14, "measured": True}
     assert found["nominal"]["bandwidth"] == 2039e9
     assert "100 TFLOP/s and 1.00 TB/s measured here" in shown and "The data sheet says" in shown
     for row in found["cases"]:
         line = next(one for one in shown.splitlines() if one.startswith(f" {row['variant']} {row['pass']}"))
         assert row["measured_seconds"] > 0 and duration(row["measured_seconds"]) in line
+
+
+def test_bytes_that_the_hardware_counts_stand_beside_the_model(explain, gpu, monkeypatch, tmp_path):
+    """DRAM moves 1.5 times the model's bytes at 48 tokens, and as many at 96."""
+
+    def count(problems, masks, variants, passes, *, dtype, seed):
+        assert ([one.length for one in problems], variants, passes) == ([48, 96], ["standard"], ["forward"])
+        model = {length: 4 * standard_elements(length, 16) * 2 for length in (48, 96)}
+        rows = [(48, model[48], model[48] // 2), (96, model[96] - 640, 640)]
+        found = [Counters("standard", "forward", length, *dram, l2=2 * sum(dram)) for length, *dram in rows]
+        return found, ["standard backward at 96 tokens was not counted: out of memory"]
+
+    # Without an L2, HBM sees all that is asked for.
+    monkeypatch.setitem(DEVICES, "a100", replace(DEVICES["a100"], l2_bytes=0, num_sms=1))
+    monkeypatch.setattr(gpu, "count", count)
+    shown, found = explain(*HERE, "mask=full", "passes=[forward]", "counter_lengths=[48,96]")
+    first, second = found["counted_by_hardware"]
+    assert (first["length"], first["dram_over_hbm"], second["dram_over_hbm"]) == (48, 1.5, 1)
+    assert (second["dram_read_bytes"], second["dram_written_bytes"]) == (second["hbm_bytes"] - 640, 640)
+    assert first["l2_bytes"] == 3 * first["asked_bytes"]
+    assert found["counted_by_hardware_remarks"] == ["standard backward at 96 tokens was not counted: out of memory"]
+    told = " ".join(shown.split())
+    assert "standard backward at 96 tokens was not counted: out of memory" in told
+    words = "DRAM moved 1.50 times the model's bytes where they differ most (forward, 48 tokens), and 50.0% to 50.0%"
+    page = (tmp_path / "told" / "explain.md").read_text()
+    title = "DRAM bytes, counted by the hardware, beside the model"
+    row = f"| standard forward, 48 | {data_size(first['hbm_bytes'])} | {data_size(first['dram_read_bytes'])} |"
+    assert words in told and words in page and title in told and title in page and row in page
+
+
+def test_without_counters_the_rest_is_explained(explain, gpu):
+    shown, found = explain(*HERE)
+    assert "no bytes were counted: no counters" in shown and "counted by the hardware" not in shown
+    assert found["counted_by_hardware"] == [] and found["counted_by_hardware_remarks"] == [
+        "no bytes were counted: no counters"
+    ]
+    assert all(row["measured_seconds"] > 0 for row in found["cases"])
+
+
+@pytest.mark.parametrize("none", ["null", "[]"])
+def test_no_lengths_are_no_counts(explain, gpu, monkeypatch, none):
+    monkeypatch.setattr(gpu, "count", real_count)
+    shown, found = explain(*HERE, f"counter_lengths={none}")
+    assert found["counted_by_hardware"] == found["counted_by_hardware_remarks"] == []
+
+
+def test_where_the_device_is_elsewhere_nothing_is_counted(explain):
+    _, found = explain("counter_lengths=[64]")
+    assert found["counted_by_hardware"] == found["counted_by_hardware_remarks"] == []
+
+
+def test_a_folder_that_cannot_be_made_is_known_before_anything_is_measured(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "achievable", lambda *args, **kwargs: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    sentence = "file/told cannot be written (Not a directory); say output=DIR with another place"
+    assert mistake("device=a100", "output=file/told") == sentence
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -191,7 +259,10 @@ def test_every_device_is_explained(device, tmp_path):
         ("dtype=float8", "dtype has float8; did you mean float32?"),
         ("rounds=0", "rounds is 0; it must be at least 1"),
         ("warmup=-1", "warmup is -1; it must be 0 or more"),
+        ("counter_lengths=[0]", "counter_lengths has 0; all must be at least 1"),
+        ("counter_lengths=[64,64]", "counter_lengths has 64 more than once; name each once"),
         ("output=taken", "output=taken exists; name another"),
+        ("output=", "output is empty; name a new folder, or leave it out for runs/ with the time"),
     ],
     ids=lambda value: value if "=" in value else "",
 )

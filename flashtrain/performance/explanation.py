@@ -14,6 +14,7 @@ from rich.text import Text
 from flashtrain.charts import short_count
 from flashtrain.kernels.attention import Intervals
 from flashtrain.performance.attention import Measurement
+from flashtrain.performance.counters import Counters
 from flashtrain.performance.counting import Comparison
 from flashtrain.performance.devices import Device
 from flashtrain.performance.io import Launch, Shape, Work
@@ -41,6 +42,23 @@ class Case:
         """Measured."""
         timed = self.measurement is not None and isinstance(self.measurement.result, Timing)
         return self.measurement.result.median if timed else None
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The bytes of a case by the model, and by the hardware's counters."""
+
+    estimate: Estimate
+    counters: Counters
+
+    @property
+    def name(self) -> str:
+        return f"{self.counters.variant} {self.counters.pass_name}"
+
+    @property
+    def ratio(self) -> float:
+        """DRAM's bytes, counted over modelled."""
+        return self.counters.dram / self.estimate.hbm_bytes
 
 
 @dataclass(frozen=True)
@@ -106,6 +124,25 @@ def count_sheet(found: list[Comparison], length: int) -> Sheet:
     ]
     title = f"Elements at {length:,} tokens, counted as each runs in fp32, in the interpreter's tiles"
     return Sheet(title, ["", "counted", "model", "equal by matrix"], rows)
+
+
+def counter_sheet(found: list[Counted]) -> Sheet:
+    """What the hardware counted, beside the model."""
+    headings = ["DRAM, model", "read", "written", "both", "both / model", "asked for", "through L2"]
+    rows = [
+        [
+            f"{one.name}, {short_count(one.counters.length)}",
+            data_size(one.estimate.hbm_bytes),
+            data_size(one.counters.dram_read),
+            data_size(one.counters.dram_written),
+            data_size(one.counters.dram),
+            figure(one.ratio),
+            data_size(one.estimate.asked_bytes),
+            data_size(one.counters.l2),
+        ]
+        for one in found
+    ]
+    return Sheet("DRAM bytes, counted by the hardware, beside the model", ["", *headings], rows)
 
 
 def terminal_table(sheet: Sheet) -> Group:
@@ -226,6 +263,23 @@ def as_row(case: Case) -> dict[str, object]:
         "least_seconds": found.seconds,
         "measured_seconds": case.seconds,
         "transfers": [asdict(one) | {"bytes": one.bytes} for one in case.work.transfers],
+    }
+
+
+def as_counted_row(found: Counted) -> dict[str, object]:
+    """One case that the hardware counted, in plain values, in bytes."""
+    counters, model = found.counters, found.estimate
+    return {
+        "variant": counters.variant,
+        "pass": counters.pass_name,
+        "length": counters.length,
+        "hbm_bytes": model.hbm_bytes,
+        "dram_read_bytes": counters.dram_read,
+        "dram_written_bytes": counters.dram_written,
+        "dram_bytes": counters.dram,
+        "dram_over_hbm": found.ratio,
+        "asked_bytes": model.asked_bytes,
+        "l2_bytes": counters.l2,
     }
 
 

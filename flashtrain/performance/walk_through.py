@@ -1,18 +1,18 @@
 """One setting in words: what each algorithm moves and computes, and why. Every sentence holds for any numbers."""
 
 from flashtrain.kernels.attention import block_sizes
-from flashtrain.performance.explanation import Case, Setting, at_length, data_size, duration, figure
+from flashtrain.performance.explanation import Case, Counted, Setting, at_length, data_size, duration, figure
 from flashtrain.performance.io import flash_elements, padded, standard_elements
 from flashtrain.performance.roofline import Estimate
 from flashtrain.performance.traffic import total_elements
 
 
-def walk_through(cases: list[Case], setting: Setting) -> list[str]:
-    """The numbers of one length in words, a paragraph each."""
+def walk_through(cases: list[Case], setting: Setting, counted: list[Counted]) -> list[str]:
+    """The numbers of one length in words, a paragraph each, and what the hardware counted at any length."""
     here = at_length(cases, setting.shape.q_len)
     paragraphs = [_of_device(setting), _of_closed_forms(setting)]
     paragraphs += [_of_case(case, setting) for case in here]
-    paragraphs += [_of_softmax(), *_of_comparison(here)]
+    paragraphs += [_of_softmax(), *_of_comparison(here), *_of_counters(counted)]
     return paragraphs
 
 
@@ -119,3 +119,20 @@ def _of_comparison(here: list[Case]) -> list[str]:
                 f"HBM, {time:.3g} times the least time."
             )
     return texts
+
+
+def _of_counters(counted: list[Counted]) -> list[str]:
+    if not counted:
+        return []
+    sentences = ["Counted by the hardware, beside the model."]
+    for variant in dict.fromkeys(one.counters.variant for one in counted):
+        found = [one for one in counted if one.counters.variant == variant]
+        furthest = max(found, key=lambda one: abs(one.ratio - 1))
+        shares = [one.counters.dram / one.counters.l2 for one in found]
+        sentences.append(
+            f"{variant}: DRAM moved {figure(furthest.ratio)} times the model's bytes where they differ most "
+            f"({furthest.counters.pass_name}, {furthest.counters.length:,} tokens), and {min(shares):.1%} to "
+            f"{max(shares):.1%} as many bytes as went through L2."
+        )
+    sentences.append("What is asked for again while L2 still holds it is served there, and DRAM does not see it.")
+    return [" ".join(sentences)]
