@@ -56,7 +56,8 @@ FLASH_V1 = {
 
 # Bytes that a thread may keep in memory for want of registers, by what triton 3.7.1 and 3.6.0 make of it.
 # sm_90 has none but these: the fastest tiles all the same on an H200, or those of a like problem: full with odd
-# lengths has the tiles of even ones. Head dimension 256: 324 TFLOP/s against 229. Grouped heads 128: 530 against 466. Softcap has the tiles of no softcap.
+# lengths has the tiles of even ones, softcap those of none. Head dimension 256: 324 TFLOP/s against 229. Grouped heads
+# 128: 530 against 466.
 SPILLS_ON_SM_90 = {
     ("full, odd lengths", FORWARD): 112,
     ("softcap 64", DKDV): 516,

@@ -90,6 +90,7 @@ def forward(
         q_view, k_view, v_view, out_view, lse, **score_units(scale, softcap),
         q_len=q_len, kv_len=kv_len, num_q_heads=num_q_heads, group_size=num_q_heads // num_kv_heads,
         **mask_arguments(intervals, q_len, kv_len),
-        ANY_MASKED=any_masked(intervals, q_len, kv_len, tile.BLOCK_N), BLOCK_D=padded_head_dim(q), BLOCK_DV=padded_head_dim(v), **vars(tile),
+        BLOCK_D=padded_head_dim(q), BLOCK_DV=padded_head_dim(v), **vars(tile),
+        ANY_MASKED=any_masked(intervals, q_len, kv_len, tile.BLOCK_N),
     )  # fmt: skip
     return out, lse
