@@ -232,7 +232,7 @@ def _refused(config: ExplainConfig, device: Device, masks: Masks) -> dict[str, s
     """variant -> why that device could not run it with this mask."""
     intervals = masks.intervals(config.mask, config.batch, config.length, "cpu")
     spec = _problem(config, config.length).spec(intervals, "cpu", DTYPES[config.dtype])
-    there = replace(spec, device_type="cuda", sm=device.sm, triton=True, interpreted=False)
+    there = replace(spec, device_type="cuda", sm=device.sm, triton=306, interpreted=False)
     return {name: reason for name in config.variants if (reason := refusal(name, there)) is not None}
 
 

@@ -37,6 +37,17 @@ def flash_v2(spec: AttentionSpec) -> str | None:
     )
 
 
+def flash_hopper(spec: AttentionSpec) -> str | None:
+    return (
+        _device(spec, "cuda")
+        or _triton(spec, least=306)
+        or _compiled(spec)
+        or _sm_alone(spec, 90)
+        or _dtype(spec, _HALF)
+        or _head_dims(spec, multiple=8, least=16, most=128)
+    )
+
+
 def sdpa_math(spec: AttentionSpec) -> str | None:
     return _no_lse(spec) or _no_softcap(spec) or _dtype(spec, _DOUBLE) or _dense_mask(spec)
 
@@ -110,15 +121,31 @@ def _device_of_triton(spec: AttentionSpec) -> str | None:
     return f"runs on cuda, or on cpu with TRITON_INTERPRET=1 in the environment, not on {spec.device_type}"
 
 
-def _triton(spec: AttentionSpec) -> str | None:
-    return None if spec.triton else "needs Triton, which is not installed (pip install triton)"
+def _triton(spec: AttentionSpec, least: int = 0) -> str | None:
+    if spec.triton is None:
+        return "needs Triton, which is not installed (pip install triton)"
+    if spec.triton < least:
+        needed, here = (f"{version // 100}.{version % 100}" for version in (least, spec.triton))
+        return f"needs Triton {needed} or later, and this is {here}"
+    return None
+
+
+def _compiled(spec: AttentionSpec) -> str | None:
+    return "runs compiled, and TRITON_INTERPRET=1 is in the environment" if spec.interpreted else None
 
 
 def _sm(spec: AttentionSpec, least: int) -> str | None:
     if spec.device_type != "cuda" or (spec.sm is not None and spec.sm >= least):
         return None
-    here = "none here" if spec.sm is None else f"sm_{spec.sm}"
-    return f"needs a GPU of sm_{least} or later, and there is {here}"
+    return f"needs a GPU of sm_{least} or later, and there is {_sm_here(spec)}"
+
+
+def _sm_alone(spec: AttentionSpec, only: int) -> str | None:
+    return None if spec.sm == only else f"needs a GPU of sm_{only}, and there is {_sm_here(spec)}"
+
+
+def _sm_here(spec: AttentionSpec) -> str:
+    return "none here" if spec.sm is None else f"sm_{spec.sm}"
 
 
 def _dtype(spec: AttentionSpec, dtypes: tuple[torch.dtype, ...]) -> str | None:

@@ -136,9 +136,16 @@ def _flash_v2_backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, need
     return backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, launch, needs_dq, needs_dkdv)
 
 
+def _flash_hopper_forward(q, k, v, mask, scale, softcap):
+    from .flash_hopper.forward import forward
+
+    return forward(q, k, v, mask, scale, softcap)
+
+
 def _tiles(q: Tensor, v: Tensor, mask: Intervals) -> Tiles:
     return tiles(architecture(q.device), max(q.shape[-1], v.shape[-1]), q.dtype, mask.is_full)
 
 
 flash_v1 = _register("flash_v1", _flash_v1_forward, _flash_v1_backward)
 flash_v2 = _register("flash_v2", _flash_v2_forward, _flash_v2_backward)
+flash_hopper = _register("flash_hopper", _flash_hopper_forward, _flash_v2_backward)

@@ -7,29 +7,41 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from .intervals import Intervals
 
-_TRITON = importlib.util.find_spec("triton") is not None
+
+def _triton_version() -> int | None:
+    """Read, not imported: an import of Triton is slow, and settles whether it interprets."""
+    package = importlib.util.find_spec("triton")
+    if package is None:
+        return None
+    major, minor = re.search(r"__version__ = .(\d+)\.(\d+)", Path(package.origin).read_text()).groups()
+    return 100 * int(major) + int(minor)
+
+
+_TRITON = _triton_version()
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
     """Everything about a call that decides which variants can serve it. Build one with `on` or `of`.
 
-    `sm` is the CUDA compute capability as in sm_90 and `cudnn_version` cuDNN's number (91900 is 9.19.0), None
-    where there is none; `triton` says that Triton is installed and `interpreted` that it interprets its kernels
-    (TRITON_INTERPRET=1).
+    `sm` is the CUDA compute capability as in sm_90, `cudnn_version` cuDNN's number (91900 is 9.19.0) and `triton`
+    the version of Triton (306 is 3.6), None where there is none; `interpreted` says that Triton interprets its
+    kernels (TRITON_INTERPRET=1).
     """
 
     device_type: str
     sm: int | None
     cudnn_version: int | None
-    triton: bool
+    triton: int | None
     interpreted: bool
     dtype: torch.dtype
     head_dim: int

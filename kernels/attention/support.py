@@ -19,7 +19,7 @@ _GPU = AttentionSpec(
     device_type="cuda",
     sm=90,
     cudnn_version=91900,
-    triton=True,
+    triton=306,
     interpreted=False,
     dtype=torch.float16,
     head_dim=64,
@@ -124,8 +124,9 @@ def _by_place(name: str, words: Callable[[str, AttentionSpec], str]) -> str:
 def _runs_on(name: str) -> str:
     if _serves(name, _ELSEWHERE):
         return "any device"
-    least = min(sm for sm in _ARCHITECTURES if _serves(name, _GPU, sm=sm))
-    places = [f"CUDA sm_{least} and later"]
+    served = [f"sm_{sm}" for sm in _ARCHITECTURES if _serves(name, _GPU, sm=sm)]
+    and_later = _serves(name, _GPU, sm=_ARCHITECTURES[-1])
+    places = [f"CUDA {served[0]} and later" if and_later else f"CUDA {', '.join(served)}"]
     if _serves(name, _CPU):
         places.append("CPU")
     elif _serves(name, _INTERPRETER):

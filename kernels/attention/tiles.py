@@ -6,6 +6,7 @@ CUDA-graph capture meets no search. Rows say what was measured; the others are o
 fit.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -102,6 +103,16 @@ def tiles(architecture: str, head_dim: int, dtype: torch.dtype, is_full: bool = 
     if is_full and full_forward is not None and rows is not FP32:
         return replace(rows[limit], forward=full_forward)
     return rows[limit]
+
+
+# An H200's, for compiling where there is no GPU.
+DEFAULT_SMS = 132
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a device: as many programs as stay on it where each takes the whole of one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else DEFAULT_SMS
 
 
 # What flash_v1 takes the interpreter's SRAM for, in fp32 numbers: 64 KiB.

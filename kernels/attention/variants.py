@@ -31,12 +31,22 @@ class Unsupported(ValueError):
 class Variant:
     """What it is, in words, for the table of what each supports; `unsupported(spec)` is why not, or None;
     `attend(q, k, v, intervals, scale, softcap)` is (out, lse or None); `attend_alone`, where there is one, is
-    (out, None) for less, and called where nobody asks for the lse."""
+    (out, None) for less, and called where nobody asks for the lse; `wrong()`, where there is one, tries the variant on
+    the GPU here: None, or what keeps "auto" from it, as the end of a sentence that begins with its name."""
 
     description: str
     unsupported: Callable[[AttentionSpec], str | None]
     attend: Attend
     attend_alone: Attend | None = None
+    wrong: Callable[[], str | None] | None = None
+
+
+# A constant for the graph: torch.compile traces none of the trial, whose verdict does not change.
+@torch.compiler.assume_constant_result
+def _flash_hopper_wrong() -> str | None:
+    from .flash_hopper.toolchain import wrong
+
+    return wrong()
 
 
 VARIANTS = {
@@ -45,6 +55,12 @@ VARIANTS = {
     ),
     "flash_v1": Variant("FlashAttention as first published, for study", limits.flash_v1, ops.flash_v1),
     "flash_v2": Variant("our Triton kernels: forward, backward, no atomics", limits.flash_v2, ops.flash_v2),
+    "flash_hopper": Variant(
+        "our Gluon kernel: TMA, warp-specialised WGMMA; flash_v2's backward",
+        limits.flash_hopper,
+        ops.flash_hopper,
+        wrong=_flash_hopper_wrong,
+    ),
     "sdpa_math": Variant("PyTorch's plain kernel", limits.sdpa_math, sdpa.sdpa_math),
     "sdpa_efficient": Variant("PyTorch's memory-efficient kernel", limits.sdpa_efficient, sdpa.sdpa_efficient),
     "sdpa_flash": Variant("PyTorch's FlashAttention-2", limits.sdpa_flash, sdpa.sdpa_flash),
@@ -89,11 +105,16 @@ def choose(spec: AttentionSpec) -> tuple[str, str]:
     """
     passed_over = ""
     for name in _fastest_first(spec):
-        reason = refusal(name, spec)
+        reason = refusal(name, spec) or _found_wrong(name)
         if reason is None:
             return name, f"the fastest that can serve this call{passed_over}"
         passed_over = f"{passed_over}; {name} {reason}"
     raise Unsupported(f"attention: no variant can serve this call{passed_over}")
+
+
+def _found_wrong(name: str) -> str | None:
+    wrong = VARIANTS[name].wrong
+    return None if wrong is None else wrong()
 
 
 # flex is never tried: what it serves flash_v2 serves too, without compiling for seconds at each new shape.
@@ -102,7 +123,11 @@ def _fastest_first(spec: AttentionSpec) -> tuple[str, ...]:
         return ("sdpa_flash", "sdpa_math", "standard")
     if spec.dtype.itemsize > 2:
         return ("sdpa_efficient", "flash_v2", "sdpa_math", "standard")
-    if spec.sm is not None and spec.sm >= 90:
+    if spec.sm == 90:
+        # flash_hopper's backward is flash_v2's: cuDNN's saves more on it than flash_hopper's forward on cuDNN's.
+        fastest = ("sdpa_cudnn", "flash_hopper") if spec.needs_grad else ("flash_hopper", "sdpa_cudnn")
+        return (*fastest, "flash_v2", "sdpa_flash", "sdpa_efficient", "sdpa_math", "standard")
+    if spec.sm is not None and spec.sm > 90:
         return ("sdpa_cudnn", "flash_v2", "sdpa_flash", "sdpa_efficient", "sdpa_math", "standard")
     return ("flash_v2", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "standard")
 

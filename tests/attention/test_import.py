@@ -38,7 +38,7 @@ else:
     raise AssertionError("flash_v2 was not refused")
 shape = dict(head_dim=64, num_q_heads=2, num_kv_heads=2, q_len=4, kv_len=4)
 on_gpu = AttentionSpec.on("cuda", dtype=torch.bfloat16, intervals=Intervals.window(2, 0), needs_lse=True, **shape)
-assert refusal("flash_v2", on_gpu) == refusal("flex", on_gpu) == reason
+assert refusal("flash_v2", on_gpu) == refusal("flash_hopper", on_gpu) == refusal("flex", on_gpu) == reason
 assert choose(on_gpu)[0] == "standard"
 """
 

@@ -119,7 +119,7 @@ def hold_to_the_rule(variant, case, device):
         inputs,
         intervals,
         softcap=case.softcap,
-        lse_gradient=variant in ("standard", "flash_v1", "flash_v2", "flex"),
+        lse_gradient=variant in ("standard", "flash_v1", "flash_v2", "flash_hopper", "flex"),
     )
 
 

@@ -13,9 +13,9 @@ WHOLE = Support(
 
 def row_of(unsupported, monkeypatch) -> Support:
     """The row of a variant with these limits, the only one there is."""
-    for name in tuple(VARIANTS):
-        monkeypatch.delitem(VARIANTS, name)
-    monkeypatch.setitem(VARIANTS, "made_up", Variant("a test", unsupported, None))
+    made_up = {"made_up": Variant("a test", unsupported, None)}
+    for module in ("support", "variants"):
+        monkeypatch.setattr(f"flashtrain.kernels.attention.{module}.VARIANTS", made_up)
     (row,) = support_table()
     return row
 
@@ -31,6 +31,7 @@ LIMITS = {
         lambda spec: limits._device(spec, "cuda", "cpu") or limits._sm(spec, 89),
         {"runs_on": "CUDA sm_89 and later; CPU"},
     ),
+    "sm-alone": (lambda spec: limits._device(spec, "cuda") or limits._sm_alone(spec, 90), {"runs_on": "CUDA sm_90"}),
     "interpreter": (
         lambda spec: limits._device_of_triton(spec) or limits._sm(spec, 80) or limits._no_interpreted_bf16(spec),
         {

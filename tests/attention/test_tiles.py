@@ -3,7 +3,7 @@
 import torch
 
 from flashtrain.kernels.attention import ops
-from flashtrain.kernels.attention.tiles import FP32, FULL_FORWARD, HALF, INTERPRETER, tiles
+from flashtrain.kernels.attention.tiles import FP32, FULL_FORWARD, HALF, INTERPRETER, num_sms, tiles
 
 
 def test_the_larger_head_dimension_decides(monkeypatch):
@@ -31,3 +31,7 @@ def test_the_full_mask_has_a_forward_of_its_own_in_16_bits():
     assert tiles("sm_90", 128, torch.float32, is_full=True) == FP32[128]
     assert tiles("sm_80", 128, torch.bfloat16, is_full=True) == HALF["sm_80"][128]
     assert tiles("interpreter", 128, torch.float16, is_full=True) == INTERPRETER
+
+
+def test_a_device_without_a_gpu_counts_as_an_h200():
+    assert num_sms(torch.device("cpu")) == 132

@@ -13,6 +13,7 @@ from flashtrain.kernels.attention import (
     AttentionSpec,
     Intervals,
     Unsupported,
+    attention,
     choose,
     limits,
     refusal,
@@ -26,7 +27,7 @@ H200 = AttentionSpec(
     device_type="cuda",
     sm=90,
     cudnn_version=91900,
-    triton=True,
+    triton=306,
     interpreted=False,
     dtype=torch.bfloat16,
     head_dim=128,
@@ -56,7 +57,7 @@ REFUSALS = [
     ("flash_v1", H200, {"intervals": DOCUMENTS}, "the causal mask, not documents, chunks or a prefix"),
     ("flash_v2", CPU, {}, "or on cpu with TRITON_INTERPRET=1 in the environment, not on cpu"),
     ("flash_v2", H200, {"device_type": "mps", "interpreted": True}, "not on mps"),
-    ("flash_v2", H200, {"triton": False}, "needs Triton, which is not installed (pip install triton)"),
+    ("flash_v2", H200, {"triton": None}, "needs Triton, which is not installed (pip install triton)"),
     ("flash_v2", H200, {"sm": TURING}, "needs a GPU of sm_80 or later, and there is sm_75"),
     ("flash_v2", H200, {"sm": None}, "needs a GPU of sm_80 or later, and there is none here"),
     ("flash_v2", H200, {"dtype": torch.float64}, "computes in float16, bfloat16, float32, not in float64"),
@@ -64,6 +65,16 @@ REFUSALS = [
     ("flash_v2", H200, {"head_dim": 264, "v_head_dim": 264}, "head dimensions from 16 to 256"),
     ("flash_v2", H200, {"head_dim": 100, "v_head_dim": 100}, "in multiples of 8, not 100"),
     ("flash_v2", replace(CPU, interpreted=True), {"dtype": torch.bfloat16}, "not in bfloat16"),
+    ("flash_hopper", CPU, {}, "runs on cuda, not on cpu"),
+    ("flash_hopper", H200, {"triton": None}, "needs Triton, which is not installed (pip install triton)"),
+    ("flash_hopper", H200, {"triton": 305}, "needs Triton 3.6 or later, and this is 3.5"),
+    ("flash_hopper", H200, {"interpreted": True}, "runs compiled, and TRITON_INTERPRET=1 is in the environment"),
+    ("flash_hopper", H200, {"sm": 89}, "needs a GPU of sm_90, and there is sm_89"),
+    ("flash_hopper", H200, {"sm": 100}, "needs a GPU of sm_90, and there is sm_100"),
+    ("flash_hopper", H200, {"sm": None}, "needs a GPU of sm_90, and there is none here"),
+    ("flash_hopper", H200, {"dtype": torch.float32}, "computes in float16, bfloat16, not in float32"),
+    ("flash_hopper", H200, {"head_dim": 8}, "from 16 to 128 in multiples of 8, not 8"),
+    ("flash_hopper", H200, {"v_head_dim": 136}, "from 16 to 128 in multiples of 8, not 136"),
     ("sdpa_math", CPU, {"needs_lse": True}, "returns no log-sum-exp"),
     ("sdpa_math", CPU, {"softcap": 30.0}, "caps no scores, and softcap is 30.0"),
     ("sdpa_math", CPU, {"dtype": torch.float8_e4m3fn}, "not in float8_e4m3fn"),
@@ -107,7 +118,7 @@ REFUSALS = [
     ("sdpa_cudnn", H200, {"cudnn_version": None}, "needs cuDNN, which this PyTorch comes without"),
     ("sdpa_cudnn", OLD_CUDNN, {"q_len": 100, "kv_len": 100}, "no multiples of 128, and this is 91002"),
     ("flex", CPU, {}, "runs on cuda, not on cpu"),
-    ("flex", H200, {"triton": False}, "needs Triton, which is not installed (pip install triton)"),
+    ("flex", H200, {"triton": None}, "needs Triton, which is not installed (pip install triton)"),
     ("flex", H200, {"sm": TURING}, "needs a GPU of sm_80"),
     ("flex", H200, {"dtype": torch.float32}, "computes in float16, bfloat16, not in float32"),
     ("flex", H200, {"head_dim": 8}, "from 16 to 256 in multiples of 8, not 8"),
@@ -166,14 +177,19 @@ def test_what_is_served():
     ("spec", "expected"),
     [
         pytest.param(H200, "sdpa_cudnn", id="hopper-bf16"),
-        pytest.param(replace(H200, needs_lse=True), "flash_v2", id="hopper-lse"),
-        pytest.param(replace(H200, q_len=4096), "flash_v2", id="hopper-Sq-less-than-Sk"),
-        pytest.param(replace(H200, intervals=WINDOW), "flash_v2", id="hopper-window"),
+        pytest.param(replace(H200, needs_grad=False), "flash_hopper", id="hopper-no-gradients"),
+        pytest.param(replace(H200, needs_lse=True), "flash_hopper", id="hopper-lse"),
+        pytest.param(replace(H200, q_len=4096), "flash_hopper", id="hopper-Sq-less-than-Sk"),
+        pytest.param(replace(H200, intervals=WINDOW), "flash_hopper", id="hopper-window"),
+        pytest.param(replace(H200, head_dim=256, v_head_dim=256), "flash_v2", id="hopper-wide-heads"),
+        pytest.param(replace(H200, triton=305, needs_grad=False), "sdpa_cudnn", id="hopper-old-triton"),
+        pytest.param(replace(H200, sm=100, needs_grad=False), "sdpa_cudnn", id="blackwell-no-gradients"),
+        pytest.param(replace(H200, sm=100, needs_lse=True), "flash_v2", id="blackwell-lse"),
         pytest.param(replace(H200, head_dim=64, v_head_dim=64, sm=80), "flash_v2", id="ampere-bf16"),
         pytest.param(replace(H200, dtype=torch.float32), "sdpa_efficient", id="hopper-fp32"),
         pytest.param(replace(H200, dtype=torch.float64), "sdpa_math", id="hopper-fp64"),
         pytest.param(replace(H200, sm=TURING), "sdpa_math", id="turing"),
-        pytest.param(replace(H200, triton=False, intervals=WINDOW), "sdpa_efficient", id="hopper-no-triton"),
+        pytest.param(replace(H200, triton=None, intervals=WINDOW), "sdpa_efficient", id="hopper-no-triton"),
         pytest.param(CPU, "sdpa_flash", id="cpu"),
         pytest.param(replace(CPU, interpreted=True), "sdpa_flash", id="cpu-interpreter"),
         pytest.param(replace(CPU, q_len=4096), "sdpa_math", id="cpu-Sq-less-than-Sk"),
@@ -208,6 +224,33 @@ def test_auto_says_what_it_passed_over():
     assert "sdpa_cudnn returns no log-sum-exp" in choose(replace(H200, needs_lse=True))[1]
 
 
+def test_auto_passes_over_what_is_found_wrong(monkeypatch):
+    spec = replace(H200, needs_grad=False)
+    found = replace(VARIANTS["flash_hopper"], wrong=lambda: "computes wrong numbers here")
+    monkeypatch.setitem(VARIANTS, "flash_hopper", found)
+    name, reason = choose(spec)
+    assert name == "sdpa_cudnn" and reason.endswith("; flash_hopper computes wrong numbers here")
+    assert resolve("flash_hopper", spec) == "flash_hopper" in supporting(spec)
+
+
+def test_auto_tries_only_what_it_would_take(monkeypatch):
+    monkeypatch.setitem(VARIANTS, "flash_hopper", replace(VARIANTS["flash_hopper"], wrong=lambda: pytest.fail("tried")))
+    assert choose(H200)[0] == "sdpa_cudnn"
+    assert choose(replace(H200, head_dim=256, v_head_dim=256, needs_grad=False))[0] == "flash_v2"
+
+
+def test_a_trial_is_no_part_of_a_compiled_call(monkeypatch):
+    @torch.compiler.assume_constant_result
+    def wrong():
+        return None if torch.arange(3).sum().item() == 3 else "counts wrong"
+
+    torch._dynamo.reset()
+    monkeypatch.setitem(VARIANTS, "sdpa_flash", replace(VARIANTS["sdpa_flash"], wrong=wrong))
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    inputs = make_qkv(1, 4, 4, 2, 2, 16)
+    torch.testing.assert_close(compiled(*inputs, Intervals.causal()), attention(*inputs, Intervals.causal()))
+
+
 def test_auto_refuses_what_no_variant_serves():
     with pytest.raises(Unsupported, match="no variant can serve this call; .*; standard computes in"):
         choose(replace(CPU, dtype=torch.float8_e4m3fn))
@@ -220,7 +263,7 @@ def test_auto_logs_a_choice_once(caplog, monkeypatch):
         for _ in range(3):
             resolve("auto", spec)
     (record,) = caplog.records
-    assert record.getMessage().startswith("attention: auto chose flash_v2, the fastest that can serve")
+    assert record.getMessage().startswith("attention: auto chose flash_hopper, the fastest that can serve")
     assert "sdpa_cudnn takes the full and the causal mask, not window(17, 17)" in caplog.text
 
 
