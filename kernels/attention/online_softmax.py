@@ -23,30 +23,29 @@ def softmax_start(BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def softmax_update(s_MN, row_max_M, scale_log2e, MASKED: tl.constexpr):
-    """Takes in a block of scores, with a key for every row unless MASKED.
+def softmax_update(s_MN, block_max_M, row_max_M, scale_log2e, MASKED: tl.constexpr):
+    """Takes in a block of scores and the maximum of each of its rows, with a key for every row unless MASKED.
 
-    Returns its probabilities, the factor for what came before, the new maximum, and what the row sum gains: the
-    caller adds it after its product, which leaves registers to that.
+    Returns its probabilities, the factor for what came before, and the new maximum. Reductions along a row are the
+    caller's: what is the fastest depends on which thread has what.
     """
-    new_max_M = tl.maximum(row_max_M, tl.max(s_MN, 1))
+    new_max_M = tl.maximum(row_max_M, block_max_M)
     # (-inf) - (-inf) is NaN: a row without a key so far subtracts 0.
     shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M) if MASKED else new_max_M
     p_MN = tl.exp2(s_MN * scale_log2e - (shift_M * scale_log2e)[:, None])
     # Subtracted before it is scaled, so that a maximum that stays gives exactly 1: the other order, as a fused
     # multiply-add, is off by one rounding in every block, and the row sum drifts with the length.
     rescale_M = tl.exp2((row_max_M - shift_M) * scale_log2e)
-    return p_MN, rescale_M, new_max_M, tl.sum(p_MN, 1)
+    return p_MN, rescale_M, new_max_M
 
 
 @triton.jit
-def softmax_finish(acc_MD, row_max_M, row_sum_M, scale_log2e):
-    """Returns the output and the natural-log LSE; 0 and -inf in rows that saw no key."""
+def softmax_finish(row_max_M, row_sum_M, scale_log2e):
+    """Returns the factor that makes the output of what was summed, and the natural-log LSE, -inf without a key."""
     divisor_M = tl.where(row_sum_M == 0.0, 1.0, row_sum_M)
-    out_MD = acc_MD * (1.0 / divisor_M)[:, None]
     # An empty row's maximum is -inf already.
     lse_M = (row_max_M * scale_log2e + tl.log2(divisor_M)) * LN_2
-    return out_MD, lse_M
+    return 1.0 / divisor_M, lse_M
 
 
 @triton.jit

@@ -38,12 +38,19 @@ def view(x_BSHD: Tensor, rows: int, use_tma: bool) -> TensorDescriptor | tuple:
     x_BHSD = x_BSHD.transpose(1, 2)
     if not use_tma:
         return x_BHSD, *x_BHSD.stride()[:-1], *x_BHSD.shape[2:]
-    # The stride of a dimension of size 1 is never used, but has to look aligned.
-    strides = [
-        step if size > 1 else ALIGNMENT_BYTES
-        for step, size in zip(x_BHSD.stride()[:-1], x_BHSD.shape[:-1], strict=True)
+    return TensorDescriptor(x_BHSD, list(x_BHSD.shape), strides_BHSD(x_BSHD), [1, 1, rows, padded_head_dim(x_BSHD)])
+
+
+def strides_BHSD(x_BSHD: Tensor) -> list[int]:
+    """Strides of an addressable x as a descriptor wants them: aligned, that of a dimension of size 1 too."""
+    x_BHSD = x_BSHD.transpose(1, 2)
+    return [
+        *(
+            step if size > 1 else ALIGNMENT_BYTES
+            for step, size in zip(x_BHSD.stride()[:-1], x_BHSD.shape[:-1], strict=True)
+        ),
+        1,
     ]
-    return TensorDescriptor(x_BHSD, list(x_BHSD.shape), [*strides, 1], [1, 1, rows, padded_head_dim(x_BSHD)])
 
 
 @triton.jit

@@ -54,12 +54,12 @@ def fold_kernel(
     for block in range(num_blocks):
         stop = tl.load(ends_ptr + block)
         s, v = load_block(s_ptr, v_ptr, start, stop, length, ROWS, MOST, COLUMNS)
-        p, rescale, row_max, gain = softmax_update(s, row_max, 1.0, True)
+        p, rescale, row_max = softmax_update(s, tl.max(s, 1), row_max, 1.0, True)
         acc = acc * rescale[:, None] + tl.sum(p[:, :, None] * v[None, :, :], 1)
-        row_sum = row_sum * rescale + gain
+        row_sum = row_sum * rescale + tl.sum(p, 1)
         start = stop
-    out, lse = softmax_finish(acc, row_max, row_sum, 1.0)
-    store_row(out_ptr, lse_ptr, out, lse, ROWS, COLUMNS)
+    factor, lse = softmax_finish(row_max, row_sum, 1.0)
+    store_row(out_ptr, lse_ptr, acc * factor[:, None], lse, ROWS, COLUMNS)
 
 
 @triton.jit

@@ -35,7 +35,9 @@ def _attend(
         if MASKED:
             j_N = j + tl.arange(0, BLOCK_N)
             s_MN = tl.where(inside(j_N[None, :], lo_M[:, None], hi_M[:, None]), s_MN, float("-inf"))
-        p_MN, rescale_M, row_max_M, gain_M = softmax_update(s_MN, row_max_M, scale_log2e, MASKED)
+        p_MN, rescale_M, row_max_M = softmax_update(s_MN, tl.max(s_MN, 1), row_max_M, scale_log2e, MASKED)
+        # Before the product, which leaves registers to that.
+        gain_M = tl.sum(p_MN, 1)
         v_ND = load_tile(v, b, h_kv, j, BLOCK_N, BLOCK_DV, MASKED)
         acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD * rescale_M[:, None], input_precision="ieee")
         row_sum_M = row_sum_M * rescale_M + gain_M
@@ -66,8 +68,8 @@ def _fwd_kernel(
                 turn != MASKED_FIRST, BLOCK_N, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
 
-    out_MD, lse_M = softmax_finish(acc_MD, row_max_M, row_sum_M, scale_log2e)
-    store_tile(out, out_MD, b, h, first, BLOCK_M, BLOCK_DV)
+    factor_M, lse_M = softmax_finish(row_max_M, row_sum_M, scale_log2e)
+    store_tile(out, acc_MD * factor_M[:, None], b, h, first, BLOCK_M, BLOCK_DV)
     tl.store(lse_ptr + batch_head * q_len + i_M, lse_M, mask=i_M < q_len)
 
 

@@ -1,0 +1,304 @@
+"""The forward kernel for Hopper and its launch: one warp loads, two or three warpgroups compute, all at the same time.
+
+Each computing warpgroup has 64 queries of a tile. While the tensor cores multiply P V of one block it takes the softmax
+of the next, and the first scores of its next tile are made before this tile's output is stored.
+Source: FlashAttention-3 (arXiv:2407.08608), algorithms 1 and 2.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..geometry import any_masked, inside, key_bounds, mask_arguments
+from ..intervals import Intervals
+from ..online_softmax import softmax_finish, softmax_update
+from ..softcap import cap_scores, score_units
+from ..tiles import num_sms
+from ..views import VARYING, addressable
+from .launch import ROWS, launch_of, view
+from .pipeline import fetch, give_turn, make_ring, release, take_turn, tiles_of, wait_for
+from .schedule import block_at, section, table, tile_at, tiles_of_program, visits
+
+# Named barriers; Triton takes 0, 1 and one for each partition but the first.
+Q_FREE, K_FREE, V_FREE, TURN = gl.constexpr(5), gl.constexpr(7), gl.constexpr(9), gl.constexpr(11)
+
+
+@gluon.jit
+def _load(problem, rings, inputs, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The loading warp: Q of every tile of the program, and K of each block before V of the block before."""
+    table_ptr, num_q_heads, group_size, mask, scale_log2e, cap = problem
+    q_ring, k_ring, v_ring = rings
+    q, k, v = inputs
+    begin, end = tiles_of_program(table_ptr)
+    b, h, first, blocks = tile_at(table_ptr, begin, num_q_heads, mask, CONSUMERS * ROWS, BLOCK_N)
+    block = block_at(0, blocks)
+    fetch(q_ring, 0, q, b, h, first, CONSUMERS)
+    fetch(k_ring, 0, k, b, h // group_size, block * BLOCK_N, CONSUMERS)
+    count = 0
+    for n in range(begin, end):
+        for visit in range(1, visits(blocks)[1]):
+            next_block = block_at(visit, blocks)
+            fetch(k_ring, count + 1, k, b, h // group_size, next_block * BLOCK_N, CONSUMERS)
+            fetch(v_ring, count, v, b, h // group_size, block * BLOCK_N, CONSUMERS)
+            block = next_block
+            count += 1
+        last_b, last_h, last_block = b, h, block
+        if n + 1 < end:
+            b, h, first, blocks = tile_at(table_ptr, n + 1, num_q_heads, mask, CONSUMERS * ROWS, BLOCK_N)
+            block = block_at(0, blocks)
+            fetch(q_ring, n + 1 - begin, q, b, h, first, CONSUMERS)
+            fetch(k_ring, count + 1, k, b, h // group_size, block * BLOCK_N, CONSUMERS)
+        fetch(v_ring, count, v, last_b, last_h // group_size, last_block * BLOCK_N, CONSUMERS)
+        count += 1
+
+
+@gluon.jit
+def _scores_and_output(
+    q_MD, rings, count, needed, acc_MD, p_MN,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, PING_PONG: gl.constexpr,
+):  # fmt: skip
+    """Issues S = Q K^T of the next block, and O += P V of block `count`, which finishes after it."""
+    q_ring, k_ring, v_ring = rings
+    k_ND = wait_for(k_ring, count + 1, needed=needed)
+    if PING_PONG:
+        take_turn(TURN, CONSUMER)
+    s_MN = warpgroup_mma(q_MD, k_ND.permute((1, 0)), _zeros(BLOCK_N), use_acc=False, is_async=True)
+    v_ND = wait_for(v_ring, count)
+    acc_MD = warpgroup_mma(p_MN, v_ND, acc_MD, is_async=True)
+    if PING_PONG:
+        give_turn(TURN, CONSUMER, CONSUMERS)
+    return s_MN, acc_MD
+
+
+@gluon.jit
+def _softmax(s_MN, row_max_M, scale_log2e, cap, lo_M, hi_M, j, MASKED: gl.constexpr):
+    """One step of the online softmax over keys from j; of the row sum's gain each thread has its part."""
+    s_MN = cap_scores(s_MN, cap)
+    BLOCK_N: gl.constexpr = s_MN.shape[1]
+    if MASKED:
+        j_N = j + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_MN.type.layout))
+        s_MN = gl.where(inside(j_N[None, :], lo_M[:, None], hi_M[:, None]), s_MN, float("-inf"))
+    # A thread has pairs of neighbours, BLOCK_N / 8 of them: their maxima first, for a shorter chain.
+    pairs_max = gl.max(gl.max(gl.max(_by_thread(s_MN), 3), 1), 1)
+    block_max_M = gl.convert_layout(pairs_max, row_max_M.type.layout)
+    p_MN, rescale_M, row_max_M = softmax_update(s_MN, block_max_M, row_max_M, scale_log2e, MASKED)
+    gain_MT = gl.sum(gl.sum(_by_thread(p_MN), 3), 1)
+    return p_MN, rescale_M, row_max_M, gain_MT
+
+
+@gluon.jit
+def _by_thread(x_MN):
+    """(M, N / 8, 4, 2): which of the four threads of a row holds what, in pairs."""
+    return x_MN.reshape([x_MN.shape[0], x_MN.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def _across(x_M, like):
+    """x as a factor of the rows of another matrix, (M, 1) in its layout."""
+    return gl.convert_layout(x_M, gl.SliceLayout(1, like.type.layout))[:, None]
+
+
+@gluon.jit
+def _zeros(COLUMNS: gl.constexpr):
+    """An accumulator of a warpgroup's products, 16 rows to a warp."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    return gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
+
+
+@gluon.jit
+def _as_operand(p_MN, acc_MD, dtype: gl.constexpr):
+    """P in the registers from which the tensor cores read it: where they wrote S."""
+    return gl.convert_layout(p_MN.to(dtype), gl.DotOperandLayout(0, acc_MD.type.layout, 2))
+
+
+@gluon.jit
+def _attend(
+    state, q_MD, rings, lo_M, hi_M, blocks, scale_log2e, cap,
+    MASKED: gl.constexpr, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):  # fmt: skip
+    """Folds key blocks but the first into output and softmax state: those that need a mask, or the free."""
+    q_ring, k_ring, v_ring = rings
+    acc_MD, p_MN, row_max_M, row_sum_MT, count = state
+    masked, all_visits = visits(blocks)
+    if MASKED:
+        start, stop = 1, masked
+    else:
+        start, stop = tl.maximum(masked, 1), all_visits
+    for visit in range(start, stop):
+        s_MN, acc_MD = _scores_and_output(
+            q_MD, rings, count, True, acc_MD, p_MN, CONSUMER, CONSUMERS, BLOCK_N, PING_PONG
+        )
+        s_MN = warpgroup_mma_wait(1, (s_MN,))
+        release(k_ring, count + 1, CONSUMERS)
+        j = block_at(visit, blocks) * BLOCK_N
+        next_p_MN, rescale_M, row_max_M, gain_MT = _softmax(s_MN, row_max_M, scale_log2e, cap, lo_M, hi_M, j, MASKED)
+        row_sum_MT = row_sum_MT * _across(rescale_M, row_sum_MT) + gain_MT
+        # P is named too: its registers are read until now.
+        acc_MD = warpgroup_mma_wait(0, (acc_MD, p_MN))[0]
+        release(v_ring, count, CONSUMERS)
+        p_MN = _as_operand(next_p_MN, acc_MD, p_MN.dtype)
+        acc_MD = acc_MD * _across(rescale_M, acc_MD)
+        count += 1
+    return acc_MD, p_MN, row_max_M, row_sum_MT, count
+
+
+@gluon.jit
+def _compute(
+    problem, rings, outputs, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
+    ANY_MASKED: gl.constexpr, PING_PONG: gl.constexpr,
+):  # fmt: skip
+    """A computing warpgroup: its 64 rows of out and lse of every tile of the program."""
+    table_ptr, num_q_heads, group_size, mask, scale_log2e, cap = problem
+    q_ring, k_ring, v_ring = rings
+    out, out_buffers, lse_ptr = outputs
+    q_len = mask[0]
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, _zeros(BLOCK_N).type.layout)
+    i_M = CONSUMER * ROWS + gl.arange(0, ROWS, S_ROWS)
+    no_max_M = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
+    out_buffer = out_buffers.index(CONSUMER)
+    BLOCK_DV: gl.constexpr = out.block_shape[3]
+    if PING_PONG and CONSUMER == CONSUMERS - 1:
+        give_turn(TURN, CONSUMER, CONSUMERS)
+
+    begin, end = tiles_of_program(table_ptr)
+    b, h, first, blocks = tile_at(table_ptr, begin, num_q_heads, mask, CONSUMERS * ROWS, BLOCK_N)
+    lo_M, hi_M = key_bounds(first + i_M, b, *mask)
+    q_MD = wait_for(q_ring, 0, CONSUMER)
+    s_MN = warpgroup_mma(q_MD, wait_for(k_ring, 0).permute((1, 0)), _zeros(BLOCK_N), use_acc=False, is_async=True)
+    s_MN = warpgroup_mma_wait(0, (s_MN,))
+    release(k_ring, 0, CONSUMERS)
+    j = block_at(0, blocks) * BLOCK_N
+    p_MN, unused_M, row_max_M, row_sum_MT = _softmax(s_MN, no_max_M, scale_log2e, cap, lo_M, hi_M, j, ANY_MASKED)
+    p_MN = _as_operand(p_MN, _zeros(BLOCK_DV), q_MD.dtype)
+    count = 0
+    for n in range(begin, end):
+        state = (_zeros(BLOCK_DV), p_MN, row_max_M, row_sum_MT, count)
+        if ANY_MASKED:
+            state = _attend(
+                state, q_MD, rings, lo_M, hi_M, blocks, scale_log2e, cap,
+                True, CONSUMER, CONSUMERS, BLOCK_N, PING_PONG,
+            )  # fmt: skip
+        acc_MD, p_MN, row_max_M, row_sum_MT, count = _attend(
+            state, q_MD, rings, lo_M, hi_M, blocks, scale_log2e, cap,
+            False, CONSUMER, CONSUMERS, BLOCK_N, PING_PONG,
+        )  # fmt: skip
+        release(q_ring, n - begin, CONSUMERS)
+
+        # The last product of this tile beside the first scores of the next; behind the last tile those mean nothing.
+        more = n + 1 < end
+        this_b, this_h, this_first = b, h, first
+        b, h, first, blocks = tile_at(
+            table_ptr, tl.minimum(n + 1, end - 1), num_q_heads, mask, CONSUMERS * ROWS, BLOCK_N
+        )
+        q_MD = wait_for(q_ring, n + 1 - begin, CONSUMER, needed=more)
+        s_MN, acc_MD = _scores_and_output(
+            q_MD, rings, count, more, acc_MD, p_MN, CONSUMER, CONSUMERS, BLOCK_N, PING_PONG
+        )
+        s_MN = warpgroup_mma_wait(1, (s_MN,))
+        release(k_ring, count + 1, CONSUMERS)
+        lo_M, hi_M = key_bounds(first + i_M, b, *mask)
+        j = block_at(0, blocks) * BLOCK_N
+        next_p_MN, unused_M, next_max_M, next_sum_MT = _softmax(
+            s_MN, no_max_M, scale_log2e, cap, lo_M, hi_M, j, ANY_MASKED
+        )
+        row_sum_M = gl.convert_layout(gl.sum(row_sum_MT, 1), S_ROWS)
+        factor_M, lse_M = softmax_finish(row_max_M, row_sum_M, scale_log2e)
+        this_lse_ptr = lse_ptr + (this_b * num_q_heads + this_h).to(gl.int64) * q_len + this_first
+        gl.store(this_lse_ptr + i_M, lse_M, mask=this_first + i_M < q_len)
+        acc_MD = warpgroup_mma_wait(0, (acc_MD, p_MN))[0]
+        release(v_ring, count, CONSUMERS)
+        count += 1
+
+        out_MD = (acc_MD * _across(factor_M, acc_MD)).to(out.dtype)
+        tma.store_wait(0)
+        out_buffer.reshape([ROWS, BLOCK_DV]).store(out_MD)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out, [this_b, this_h, this_first + CONSUMER * ROWS, 0], out_buffer)
+        p_MN, row_max_M, row_sum_MT = _as_operand(next_p_MN, acc_MD, q_MD.dtype), next_max_M, next_sum_MT
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=VARYING)
+def _fwd_kernel(
+    q, k, v, out, lse_ptr, table_ptr, scale_log2e, cap, q_len, kv_len, num_q_heads, group_size, left, right, bounds,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, NAMED: gl.constexpr, PING_PONG: gl.constexpr,
+    REGISTERS: gl.constexpr, ANY_MASKED: gl.constexpr,
+):  # fmt: skip
+    """Writes out and lse. Grid (programs,), each with the tiles that the table says."""
+    q_ring = make_ring(q, 2, CONSUMERS, CONSUMERS, Q_FREE if NAMED else None)
+    k_ring = make_ring(k, 2, 1, CONSUMERS, K_FREE if NAMED else None)
+    v_ring = make_ring(v, 2, 1, CONSUMERS, V_FREE if NAMED else None)
+    rings = (q_ring, k_ring, v_ring)
+    out_buffers = tiles_of(out, CONSUMERS)
+    fence_async_shared()
+    mask = (q_len, kv_len, left, right, bounds)
+    problem = (table_ptr, num_q_heads, group_size, mask, scale_log2e, cap)
+    inputs = (q, k, v)
+    outputs = (out, out_buffers, lse_ptr)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_compute, (problem, rings, outputs, 0, CONSUMERS, BLOCK_N, ANY_MASKED, PING_PONG)),
+                (_compute, (problem, rings, outputs, 1, CONSUMERS, BLOCK_N, ANY_MASKED, PING_PONG)),
+                (_load, (problem, rings, inputs, CONSUMERS, BLOCK_N)),
+            ],
+            [4, 1],
+            REGISTERS,
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, (problem, rings, outputs, 0, CONSUMERS, BLOCK_N, ANY_MASKED, PING_PONG)),
+                (_compute, (problem, rings, outputs, 1, CONSUMERS, BLOCK_N, ANY_MASKED, PING_PONG)),
+                (_compute, (problem, rings, outputs, 2, CONSUMERS, BLOCK_N, ANY_MASKED, PING_PONG)),
+                (_load, (problem, rings, inputs, CONSUMERS, BLOCK_N)),
+            ],
+            [4, 4, 1],
+            REGISTERS,
+        )
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Returns out (B, Sq, Hq, Dv) in q's dtype, contiguous, and the natural-log LSE (B, Hq, Sq) in fp32.
+
+    q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv), fp16 or bf16, D and Dv at most 128.
+    """
+    batch, q_len, num_q_heads, head_dim = q.shape
+    kv_len, num_kv_heads, v_head_dim = v.shape[1:]
+    out = q.new_empty(batch, q_len, num_q_heads, v_head_dim)
+    lse = q.new_empty(batch, num_q_heads, q_len, dtype=torch.float32)
+    if kv_len == 0 or out.numel() == 0:
+        return out.zero_(), lse.fill_(-math.inf)
+    q, k, v = addressable(q), addressable(k), addressable(v)
+    launch = launch_of(max(head_dim, v_head_dim))
+    group_size = num_q_heads // num_kv_heads
+    heads = batch * num_q_heads
+    num_programs = min(num_sms(q.device), heads * triton.cdiv(q_len, launch.BLOCK_M))
+    tiles = table(
+        Intervals.full() if intervals.bounds is not None else intervals.at(q_len, kv_len),
+        q_len, kv_len, heads, section(kv_len * (head_dim + v_head_dim) * q.element_size(), group_size),
+        launch.BLOCK_M, launch.BLOCK_N, num_programs, q.device,
+    )  # fmt: skip
+    _fwd_kernel[(num_programs,)](
+        *(view(x, rows) for x, rows in ((q, ROWS.value), (k, launch.BLOCK_N), (v, launch.BLOCK_N), (out, ROWS.value))),
+        lse, tiles, **score_units(scale, softcap),
+        q_len=q_len, kv_len=kv_len, num_q_heads=num_q_heads, group_size=group_size,
+        **mask_arguments(intervals, q_len, kv_len),
+        ANY_MASKED=any_masked(intervals, q_len, kv_len, launch.BLOCK_N),
+        **vars(launch), num_warps=4,
+    )  # fmt: skip
+    return out, lse

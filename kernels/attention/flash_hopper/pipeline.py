@@ -1,0 +1,109 @@
+"""How the warps of a kernel hand tiles of shared memory to one another.
+
+A ring is (buffers, landed, free): its use number n takes place in slot n modulo its slots. The loading warp acquires a
+slot, the copy engine says at the slot's `landed` barrier that the tile is there, and the computing warpgroups release
+the slot when they have read it: at an mbarrier, or at a named barrier of the hardware, before which a warpgroup need
+not meet itself. `free` is the mbarriers, or the number of the first named barrier.
+Source: FlashAttention-3 (arXiv:2407.08608), section 3.1; PTX ISA, mbarrier and bar.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+WARP: gl.constexpr = gl.constexpr(32)
+WARPGROUP: gl.constexpr = gl.constexpr(128)
+
+
+@gluon.jit
+def tiles_of(desc, COUNT: gl.constexpr):
+    """Shared memory for so many blocks of a descriptor."""
+    ROWS: gl.constexpr = desc.block_shape[2]
+    COLUMNS: gl.constexpr = desc.block_shape[3]
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, 1, 1, ROWS, COLUMNS], desc.layout)
+
+
+@gluon.jit
+def make_ring(desc, SLOTS: gl.constexpr, COPIES: gl.constexpr, CONSUMERS: gl.constexpr, NAMED: gl.constexpr):
+    """A ring whose slots hold COPIES blocks of a descriptor; NAMED is its first named barrier, None for mbarriers."""
+    buffers = tiles_of(desc, SLOTS * COPIES)
+    landed = _mbarriers(SLOTS, 1)
+    if NAMED is None:
+        free = _mbarriers(SLOTS, CONSUMERS)
+    else:
+        free = NAMED
+    return buffers, landed, free
+
+
+@gluon.jit
+def _mbarriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(barriers.index(slot), ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def fetch(ring, n, desc, b, h, row, CONSUMERS: gl.constexpr):
+    """The loading warp: use n holds the rows from `row` of a head, in as many blocks as a slot has."""
+    buffers, landed, free = ring
+    SLOTS: gl.constexpr = landed.shape[0]
+    COPIES: gl.constexpr = buffers.shape[0] // SLOTS
+    ROWS: gl.constexpr = desc.block_shape[2]
+    slot, lap = n % SLOTS, n // SLOTS
+    if isinstance(free, gl.shared_memory_descriptor):
+        mbarrier.wait(free.index(slot), (lap & 1) ^ 1)
+    elif lap > 0:
+        _sync(free + slot, CONSUMERS * WARPGROUP + WARP)
+    mbarrier.expect(landed.index(slot), COPIES * desc.block_type.nbytes)
+    for copy in gl.static_range(COPIES):
+        buffer = buffers.index(slot * COPIES + copy)
+        tma.async_copy_global_to_shared(desc, [b, h, row + copy * ROWS, 0], landed.index(slot), buffer)
+
+
+@gluon.jit
+def wait_for(ring, n, COPY: gl.constexpr = 0, needed=True):
+    """A computing warpgroup: waits, if it is needed, for use n, and returns block COPY of it, rows x columns."""
+    buffers, landed, free = ring
+    SLOTS: gl.constexpr = landed.shape[0]
+    COPIES: gl.constexpr = buffers.shape[0] // SLOTS
+    slot = n % SLOTS
+    mbarrier.wait(landed.index(slot), (n // SLOTS) & 1, pred=needed)
+    return buffers.index(slot * COPIES + COPY).reshape([buffers.shape[3], buffers.shape[4]])
+
+
+@gluon.jit
+def release(ring, n, CONSUMERS: gl.constexpr):
+    """A computing warpgroup: it has read all of use n."""
+    buffers, landed, free = ring
+    slot = n % landed.shape[0]
+    if isinstance(free, gl.shared_memory_descriptor):
+        mbarrier.arrive(free.index(slot))
+    else:
+        _arrive(free + slot, CONSUMERS * WARPGROUP + WARP)
+
+
+@gluon.jit
+def take_turn(first_barrier, CONSUMER: gl.constexpr):
+    """Waits until the warpgroup before this one has issued its products."""
+    _sync(first_barrier + CONSUMER, 2 * WARPGROUP)
+
+
+@gluon.jit
+def give_turn(first_barrier, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Lets the warpgroup after this one issue its products."""
+    _arrive(first_barrier + (CONSUMER + 1) % CONSUMERS, 2 * WARPGROUP)
+
+
+@gluon.jit
+def _sync(barrier, threads):
+    _ = gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _arrive(barrier, threads):
+    _ = gl.inline_asm_elementwise(
+        "bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -1,0 +1,120 @@
+"""Which program computes which tiles of queries, and which blocks of keys a tile visits, in order.
+
+The grid is persistent: as many programs as the GPU has SMs, each with a list of tiles from a table made on the host.
+Where tiles differ in cost they are dealt out the costliest first, each to the program with the least to do, within
+sections of heads whose K and V stay in L2 together; where they do not, head by head.
+Source: Graham 1969 (longest processing time first); FlashAttention-3 (arXiv:2407.08608) for the sections.
+"""
+
+import functools
+import heapq
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..geometry import block_of_step, block_ranges, key_bounds
+from ..intervals import Intervals
+
+# What K and V of a section may take of the 50 MB of L2.
+SECTION_BYTES = 32 * 2**20
+
+
+def deal(costs: list[int], num_heads: int, heads_in_section: int, num_programs: int) -> list[list[int]]:
+    """For each program its tiles, numbered head * len(costs) + tile, where costs[tile] is the same in all heads.
+
+    Every program gets a tile if there are as many.
+    """
+    costliest_first = sorted(range(len(costs)), key=lambda tile: -costs[tile])
+    programs: list[list[int]] = [[] for _ in range(num_programs)]
+    loads = [(0, program) for program in range(num_programs)]
+    for first in range(0, num_heads, heads_in_section):
+        for tile in costliest_first:
+            for head in range(first, min(first + heads_in_section, num_heads)):
+                load, program = loads[0]
+                programs[program].append(head * len(costs) + tile)
+                heapq.heapreplace(loads, (load + costs[tile], program))
+    return programs
+
+
+def tile_costs(intervals: Intervals, q_len: int, kv_len: int, BLOCK_M: int, BLOCK_N: int) -> list[int]:
+    """The blocks of keys that each tile of queries visits, and one for what a tile takes by itself."""
+    lo, hi = intervals.bounds_of(q_len, kv_len).keys[:, 0]
+    first = torch.arange(0, q_len, BLOCK_M)
+    last = (first + BLOCK_M).clamp(max=q_len) - 1
+    blocks = -(-hi[last] // BLOCK_N) - lo[first] // BLOCK_N
+    return (1 + blocks.clamp(min=1)).tolist()
+
+
+def section(head_bytes: int, group_size: int) -> int:
+    """The query heads of a section, when K and V of a KV head take so many bytes: a power of two of KV heads."""
+    kv_heads = max(SECTION_BYTES // head_bytes, 1)
+    return group_size << (kv_heads.bit_length() - 1)
+
+
+# Never forgotten, because a captured CUDA graph may hold a table's address; a few KB for each shape.
+@functools.cache
+def table(
+    intervals: Intervals,
+    q_len: int,
+    kv_len: int,
+    heads: int,
+    heads_in_section: int,
+    BLOCK_M: int,
+    BLOCK_N: int,
+    num_programs: int,
+    device: torch.device,
+) -> Tensor:
+    """int32: where each program's list of tiles begins, where the last one ends, then the lists.
+
+    Queries see the keys that `intervals` says, left and right of them; heads are those of all batch rows.
+    """
+    costs = tile_costs(intervals, q_len, kv_len, BLOCK_M, BLOCK_N)
+    are_alike = len(set(costs)) == 1
+    programs = deal(costs, heads, 1 if are_alike else heads_in_section, num_programs)
+    begins = [0]
+    for tiles in programs:
+        begins.append(begins[-1] + len(tiles))
+    return torch.tensor([*begins, *(number for tiles in programs for number in tiles)], dtype=torch.int32).to(device)
+
+
+@gluon.jit
+def tiles_of_program(table_ptr):
+    """The program's tiles are those that `tile_at` gives for begin <= n < end; at least one."""
+    program = gl.program_id(0)
+    return gl.load(table_ptr + program), gl.load(table_ptr + program + 1)
+
+
+@gluon.jit
+def tile_at(table_ptr, n, num_q_heads, mask, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Batch row and head of a tile, its first query, and the blocks that it visits; mask is what key_bounds takes."""
+    number = gl.load(table_ptr + gl.num_programs(0) + 1 + n)
+    q_len = mask[0]
+    num_tiles = gl.cdiv(q_len, BLOCK_M)
+    batch_head, first = number // num_tiles, number % num_tiles * BLOCK_M
+    b, h = batch_head // num_q_heads, batch_head % num_q_heads
+    last = tl.minimum(first + BLOCK_M, q_len) - 1
+    blocks = block_ranges(*key_bounds(first, b, *mask), *key_bounds(last, b, *mask), BLOCK_N)
+    return b, h, first, blocks
+
+
+@gluon.jit
+def visits(blocks):
+    """How many blocks of a tile need a mask, and how many it visits: one, all hidden, where it sees nothing."""
+    begin, free_begin, free_end, end = blocks
+    masked = end - begin - (free_end - free_begin)
+    return masked, tl.maximum(end - begin, 1)
+
+
+@gluon.jit
+def block_at(visit, blocks):
+    """Block number of a visit: those that need a mask come first."""
+    begin, free_begin, free_end, end = blocks
+    masked = end - begin - (free_end - free_begin)
+    if visit < masked:
+        block = block_of_step(begin + visit, blocks, True)
+    else:
+        block = free_begin + visit - masked
+    return block
