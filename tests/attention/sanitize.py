@@ -1,4 +1,4 @@
-"""Runs flash_v2 on a representative set of small problems, for compute-sanitizer to watch.
+"""Runs flash_v2, and on Hopper flash_hopper, on a representative set of small problems, for compute-sanitizer to watch.
 
     export PYTHONPATH=.:tests PYTORCH_NO_CUDA_MEMORY_CACHING=1
     compute-sanitizer --tool memcheck python tests/attention/sanitize.py    (or --tool racecheck)
@@ -9,7 +9,7 @@ Without the caching allocator every tensor ends where its allocation ends.
 import torch
 from test_parity import MASKS
 
-from flashtrain.kernels.attention import make_qkv
+from flashtrain.kernels.attention import AttentionSpec, make_qkv, ops, refusal
 from flashtrain.kernels.attention.flash_v2.backward import backward
 from flashtrain.kernels.attention.flash_v2.forward import forward
 from flashtrain.kernels.attention.tiles import tiles
@@ -35,6 +35,9 @@ def main() -> None:
             launch = tiles(architecture, max(D, Dv), dtype)
             out, lse = forward(q, k, v, intervals, 0.125, softcap, launch)
             backward(out, lse, q, k, v, out, lse, intervals, 0.125, softcap, launch, True, True)
+            torch.cuda.synchronize()
+        if refusal("flash_hopper", AttentionSpec.of(q, k, v, intervals, softcap=softcap)) is None:
+            ops.flash_hopper(q, k, v, intervals, 0.125, softcap)
             torch.cuda.synchronize()
         print(f"ran {mask} {Sq} x {Sk}, D {D}, {dtype}", flush=True)
 

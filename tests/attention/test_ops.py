@@ -1,8 +1,8 @@
-"""flash_v2's operators: what torch.compile, opcheck and autograd are promised."""
+"""Our kernels' operators: what torch.compile, opcheck and autograd are promised."""
 
 import pytest
 import torch
-from tolerance import assert_as_accurate_as_standard, make_qkv
+from tolerance import assert_as_accurate_as_standard
 
 from flashtrain.kernels.attention import Intervals, attention
 
@@ -10,12 +10,20 @@ CAUSAL = Intervals.causal()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def flash_v2(q, k, v, intervals=CAUSAL):
-    return attention(q, k, v, intervals, variant="flash_v2", return_lse=True)
+@pytest.fixture
+def attend(flash):
+    def call(q, k, v, intervals=CAUSAL):
+        return attention(q, k, v, intervals, variant=flash.name, return_lse=True)
+
+    return call
 
 
-def small_qkv(**options):
-    return make_qkv(1, 33, 40, 4, 2, 16, 24, device=DEVICE, **options)
+def small_qkv(flash):
+    return flash.qkv(1, 33, 40, 4, 2, 16, 24)
+
+
+def operators(flash):
+    return (getattr(torch.ops.flashtrain, name) for name in (flash.name, f"{flash.name}_backward"))
 
 
 def window():
@@ -37,26 +45,29 @@ masks = pytest.mark.parametrize("mask", [window, documents], ids=["window", "doc
 
 
 @masks
-def test_opcheck_of_the_forward(mask):
-    q, k, v = (x.requires_grad_() for x in small_qkv())
-    torch.library.opcheck(torch.ops.flashtrain.flash_v2.default, (q, k, v, *mask()))
+def test_opcheck_of_the_forward(flash, mask):
+    q, k, v = (x.requires_grad_() for x in small_qkv(flash))
+    forward, _ = operators(flash)
+    torch.library.opcheck(forward.default, (q, k, v, *mask()))
 
 
 @masks
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["all", "dq", "dkdv"])
-def test_opcheck_of_the_backward(mask, needs):
-    q, k, v = small_qkv()
-    out, lse = torch.ops.flashtrain.flash_v2(q, k, v, *mask())
+def test_opcheck_of_the_backward(flash, mask, needs):
+    q, k, v = small_qkv(flash)
+    forward, backward = operators(flash)
+    out, lse = forward(q, k, v, *mask())
     inputs = (out, lse, q, k, v, out, lse, *mask(), *needs)
-    torch.library.opcheck(torch.ops.flashtrain.flash_v2_backward.default, inputs)
+    torch.library.opcheck(backward.default, inputs)
 
 
-def test_fakes_give_the_real_strides():
-    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in small_qkv())
-    out, lse = torch.ops.flashtrain.flash_v2(q, k, v, *window())
+def test_fakes_give_the_real_strides(flash):
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in small_qkv(flash))
+    forward, backward = operators(flash)
+    out, lse = forward(q, k, v, *window())
     for operator, tensors, settings in (
-        (torch.ops.flashtrain.flash_v2, (q, k, v), window()),
-        (torch.ops.flashtrain.flash_v2_backward, (out, lse, q, k, v, out, lse), (*window(), True, True)),
+        (forward, (q, k, v), window()),
+        (backward, (out, lse, q, k, v, out, lse), (*window(), True, True)),
     ):
         real = operator(*tensors, *settings)
         with torch._subclasses.FakeTensorMode() as mode:
@@ -67,54 +78,54 @@ def test_fakes_give_the_real_strides():
 
 @pytest.mark.parametrize("intervals", [CAUSAL, documents_of(33, 40)], ids=str)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_compiles_whole(dynamic, intervals):
+def test_compiles_whole(flash, attend, dynamic, intervals):
     torch._dynamo.reset()
-    compiled = torch.compile(flash_v2, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     assert_as_accurate_as_standard(
-        lambda q, k, v: compiled(q, k, v, intervals), small_qkv(), intervals, lse_gradient=True
+        lambda q, k, v: compiled(q, k, v, intervals), small_qkv(flash), intervals, lse_gradient=True
     )
 
 
-def test_new_documents_compile_once():
+def test_new_documents_compile_once(flash, attend):
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, dynamic=False, backend="aot_eager")
-    def attend(q, k, v, q_documents, k_documents):
-        return flash_v2(q, k, v, CAUSAL.in_documents(q_documents, k_documents))
+    def isolated(q, k, v, q_documents, k_documents):
+        return attend(q, k, v, CAUSAL.in_documents(q_documents, k_documents))
 
     with torch._dynamo.config.patch(error_on_recompile=True):
         for per_document in (11, 3, 40):
             ids = [torch.arange(S, device=DEVICE)[None] // per_document for S in (33, 40)]
             assert_as_accurate_as_standard(
-                lambda q, k, v, ids=ids: attend(q, k, v, *ids), small_qkv(), documents_of(33, 40, per_document)
+                lambda q, k, v, ids=ids: isolated(q, k, v, *ids), small_qkv(flash), documents_of(33, 40, per_document)
             )
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv", "qv"])
-def test_gradients_are_computed_for_what_asks(wanted):
-    inputs = dict(zip("qkv", small_qkv(), strict=True))
-    dout = torch.randn(1, 33, 4, 24, device=DEVICE)
+def test_gradients_are_computed_for_what_asks(flash, attend, wanted):
+    inputs = dict(zip("qkv", small_qkv(flash), strict=True))
+    dout = torch.randn(1, 33, 4, 24).to(inputs["q"])
     for name in wanted:
         inputs[name].requires_grad_()
-    out, _ = flash_v2(*inputs.values())
+    out, _ = attend(*inputs.values())
     some = torch.autograd.grad(out, [inputs[name] for name in wanted], dout)
     for x in inputs.values():
         x.requires_grad_()
-    out, _ = flash_v2(*inputs.values())
+    out, _ = attend(*inputs.values())
     of_all = dict(zip("qkv", torch.autograd.grad(out, list(inputs.values()), dout), strict=True))
     for name, gradient in zip(wanted, some, strict=True):
         assert torch.equal(gradient, of_all[name])
 
 
-def test_gradient_through_the_lse_alone():
-    q, k, v = (x.requires_grad_() for x in small_qkv())
-    dq, dk, dv = torch.autograd.grad(flash_v2(q, k, v)[1].sum(), (q, k, v))
+def test_gradient_through_the_lse_alone(flash, attend):
+    q, k, v = (x.requires_grad_() for x in small_qkv(flash))
+    dq, dk, dv = torch.autograd.grad(attend(q, k, v)[1].sum(), (q, k, v))
     assert dq.abs().max() > 0 and dk.abs().max() > 0
     assert (dv == 0).all()
 
 
-def test_second_derivatives_are_refused_in_one_sentence():
-    q, k, v = (x.requires_grad_() for x in small_qkv())
-    (dq,) = torch.autograd.grad(flash_v2(q, k, v)[0].sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="flash_v2 has no second derivative; use"):
+def test_second_derivatives_are_refused_in_one_sentence(flash, attend):
+    q, k, v = (x.requires_grad_() for x in small_qkv(flash))
+    (dq,) = torch.autograd.grad(attend(q, k, v)[0].sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=f"{flash.name} has no second derivative; use"):
         dq.sum().backward()
