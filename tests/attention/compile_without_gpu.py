@@ -21,6 +21,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from flashtrain.kernels.attention import Intervals, flash_v1
+from flashtrain.kernels.attention.flash_hopper import forward as flash_hopper
 from flashtrain.kernels.attention.flash_v2.backward import backward
 from flashtrain.kernels.attention.flash_v2.forward import forward
 from flashtrain.kernels.attention.tiles import tiles
@@ -86,13 +87,17 @@ def launch(target: str, problem: Problem) -> None:
         flash_v1.forward(q, k, v, mask, 0.125, sram)
         flash_v1.backward(out, lse, q, k, v, out, lse, mask, 0.125, sram)
         return
+    if problem.variant == "flash_hopper":
+        flash_hopper.forward(q, k, v, mask, 0.125, problem.softcap)
+        return
     rows = tiles(target, max(problem.head_dim, v_head_dim), dtype, mask.is_full)
     forward(q, k, v, mask, 0.125, problem.softcap, rows)
     backward(out, lse, q, k, v, out, lse, mask, 0.125, problem.softcap, rows, True, True)
 
 
 @functools.cache
-def spilled_bytes(ptx: str, target: str) -> int:
+def ptxas_report(ptx: str, target: str) -> str:
+    """What ptxas says of a kernel: registers, bytes spilled, and products that it makes wait for one another."""
     program = "ptxas-blackwell" if target == "sm_100" else "ptxas"
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / program
     with tempfile.TemporaryDirectory() as folder:
@@ -100,12 +105,12 @@ def spilled_bytes(ptx: str, target: str) -> int:
         source.write_text(ptx)
         gpu = re.search(r"^\.target (\w+)", ptx, re.MULTILINE).group(1)
         command = [ptxas, "-v", f"--gpu-name={gpu}", source, "-o", Path(folder, "kernel.cubin")]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    return int(re.search(r"(\d+) bytes spill stores", report).group(1))
+        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
 
 
-def report_on(kernel, target: str) -> dict[str, int]:
-    """What a compiled kernel needs and holds: bytes, and numbers of instructions in its assembly."""
+def report_on(kernel, target: str) -> dict[str, int | list]:
+    """What a compiled kernel needs and holds: bytes, numbers of instructions in its assembly, the registers that its
+    warps ask for, and ptxas's codes where it makes a WGMMA wait (C7510 to C7518)."""
     report = {"shared": kernel.metadata.shared, "allowed": SHARED_MEMORY[target]}
     if "amdgcn" in kernel.asm:
         assembly = kernel.asm["amdgcn"]
@@ -113,7 +118,11 @@ def report_on(kernel, target: str) -> dict[str, int]:
         report["atomics"] = assembly.count("_atomic_")
     else:
         assembly = kernel.asm["ptx"]
-        report["spilled"] = spilled_bytes(assembly, target)
+        said = ptxas_report(assembly, target)
+        report["spilled"] = int(re.search(r"(\d+) bytes spill stores", said).group(1))
+        report["waits"] = sorted(set(re.findall(r"C751\d", said)))
+        asked = re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", assembly)
+        report["registers"] = sorted(set(map(int, asked)))
         report["atomics"] = len(re.findall(r"\b(?:atom|red|cp\.reduce)\.", assembly))
         report["wgmma"] = assembly.count("wgmma.mma_async")
         report["tma"] = assembly.count("cp.async.bulk.tensor")

@@ -54,6 +54,21 @@ FLASH_V1 = {
     "flash_v1 fp32": {"variant": "flash_v1", "dtype": "float32"},
 }
 
+# Its forward, on sm_90 alone; its backward is flash_v2's.
+FLASH_HOPPER = {
+    f"flash_hopper {name}": {"variant": "flash_hopper", **fields}
+    for name, fields in {
+        **{name: fields for name, fields in MEASURED.items() if "fp16" not in name or "causal" in name},
+        "softcap 64": {"softcap": 30.0, "head_dim": 64},
+        "softcap 128": {"softcap": 30.0},
+        "grouped heads": {"group_size": 4},
+        "odd lengths": {"length": 4095},
+        "full, odd lengths": {"mask": "full", "length": 4095},
+        "V head dim 64": {"v_head_dim": 64},
+        "head dim 72": {"head_dim": 72},
+    }.items()
+}
+
 # Bytes that a thread may keep in memory for want of registers, by what triton 3.7.1 and 3.6.0 make of it.
 # sm_90 has none but these: the fastest tiles all the same on an H200, or those of a like problem: full with odd
 # lengths has the tiles of even ones, softcap those of none. Head dimension 256: 324 TFLOP/s against 229. Grouped heads
@@ -68,6 +83,8 @@ SPILLS_ON_SM_90 = {
     ("all at once", DKDV): 12,
     ("head dim 256", DKDV): 164,
 }
+# By what triton 3.7.1 and 3.6.0 make of it; not measured.
+FLASH_HOPPER_SPILLS = {"flash_hopper grouped heads": 4, "flash_hopper V head dim 64": 24}
 # Elsewhere nothing was measured: less than an accumulator of 64 x 64 over 128 threads.
 SPILLS_ELSEWHERE = 124
 
@@ -77,12 +94,18 @@ FLASH_V1_SPILLS = {FORWARD: 64, BACKWARD: 600}
 
 
 def problems(architecture):
-    return FEATURES | FLASH_V1 | MEASURED if architecture == "sm_90" else FEATURES | FLASH_V1
+    return FEATURES | FLASH_V1 | (MEASURED | FLASH_HOPPER if architecture == "sm_90" else {})
+
+
+def kernels_of(problem):
+    return FLASH_V1_KERNELS if problem in FLASH_V1 else [FORWARD] if problem in FLASH_HOPPER else KERNELS
 
 
 def may_spill(architecture, problem, kernel):
     if problem in FLASH_V1:
         return math.inf if problem == "flash_v1 fp32" else FLASH_V1_SPILLS[kernel]
+    if problem in FLASH_HOPPER:
+        return FLASH_HOPPER_SPILLS.get(problem, 0)
     if architecture == "sm_90":
         return SPILLS_ON_SM_90.get((problem, kernel), 0)
     return SPILLS_ELSEWHERE
@@ -109,7 +132,7 @@ CASES = [(architecture, problem) for architecture in ARCHITECTURES for problem i
 @pytest.mark.parametrize(("architecture", "problem"), CASES, ids=str)
 def test_compiles_and_fits(architecture, problem):
     kernels, errors = compiled(architecture)
-    assert list(kernels[problem]) == (FLASH_V1_KERNELS if problem in FLASH_V1 else KERNELS), errors[-2000:]
+    assert list(kernels[problem]) == kernels_of(problem), errors[-2000:]
     for name, report in kernels[problem].items():
         assert report["shared"] <= report["allowed"], (name, report)
         assert report["spilled"] <= may_spill(architecture, problem, name), (name, report)
@@ -117,3 +140,5 @@ def test_compiles_and_fits(architecture, problem):
         if architecture == "sm_90" and "fp32" not in problem and name != DELTA:
             assert report["wgmma"] > 0, (name, report)
             assert (report["tma"] > 0) == (problem not in FLASH_V1), (name, report)
+        if problem in FLASH_HOPPER:
+            assert report["registers"] and not report["waits"], (name, report)
