@@ -1,33 +1,8 @@
 """What the kernel tests share."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from tolerance import make_qkv
-
-from flashtrain.kernels.attention import Intervals, ops
-
-CAUSAL = Intervals.causal()
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of sm_90")]
-
-
-@dataclass(frozen=True)
-class Flash:
-    """A variant with kernels of ours, called as its operators are; `dtype` has inputs unless a test says another."""
-
-    name: str
-    dtype: torch.dtype
-    most_head_dim: int
-
-    def __call__(self, q, k, v, intervals=CAUSAL, scale=None, softcap=0.0):
-        attend = getattr(ops, self.name)
-        return attend(q, k, v, intervals, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
-
-    def qkv(self, *shape, **options):
-        defaults = {"dtype": self.dtype, "device": "cuda" if torch.cuda.is_available() else "cpu"}
-        return make_qkv(*shape, **(defaults | options))
+from flash_kernels import Flash, on_hopper
 
 
 @pytest.fixture(

@@ -77,9 +77,10 @@ def mistakes(case: Case, dtype: torch.dtype, device: torch.device) -> Tensor:
     q, k, v = (x.to(dtype).repeat(ROWS, 1, 1, 1) for x in (q, k, v))
     with torch.no_grad():
         out, lse = forward(q, k, v, case.intervals, SCALE, 0.0)
-    # Half of the distance between neighbours, and what the division of two exact sums in fp32 may add.
-    rounding = torch.finfo(dtype).eps / 2 + 2**-20
-    wrong_out = ~((out - right_out).abs() <= rounding * right_out.abs())
+    # Half of the distance between neighbours in `dtype`, and what the division of two exact sums in fp32 may add.
+    numbers = torch.finfo(dtype)
+    rounding = (numbers.eps / 2 + 2**-20) * right_out.abs().clamp(min=numbers.smallest_normal)
+    wrong_out = ~((out - right_out).abs() <= rounding)
     wrong_lse = ~((lse - right_lse).abs() <= 1e-5)
     return wrong_out.sum() + wrong_lse.sum()
 

@@ -1,0 +1,152 @@
+"""What a kernel with barriers and warp roles written by hand may get wrong: races, and a compiler that breaks them.
+
+Its other corners are in test_corners, all its features in test_parity, its tables and loops in test_schedule.
+"""
+
+import statistics
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from flash_kernels import on_hopper
+from tolerance import make_qkv
+
+from flashtrain.kernels.attention import Intervals, ops
+from flashtrain.kernels.attention.flash_hopper import toolchain
+from flashtrain.kernels.attention.flash_hopper.toolchain import CASES, KV_HEADS, Case, exact_problem, mistakes
+from flashtrain.kernels.attention.standard import standard
+
+CAUSAL, FULL = Intervals.causal(), Intervals.full()
+GPU = torch.device("cuda")
+
+LARGER = [
+    Case(head_dim, intervals, q_len, kv_len)
+    for head_dim in (64, 128)
+    for intervals in (CAUSAL, FULL, Intervals.window(None, 77))
+    for q_len, kv_len in ((1, 4096), (127, 129), (1000, 4097), (2048, 2048), (4095, 4095), (8192, 8192))
+]
+
+
+def hopper(test):
+    for mark in on_hopper:
+        test = mark(test)
+    return test
+
+
+@pytest.mark.parametrize("case", [Case(64, CAUSAL, 50, 70), Case(128, FULL, 33, 1000)], ids=str)
+def test_the_exact_problem_is_attention(case):
+    q, k, v, out, lse = exact_problem(case, torch.device("cpu"))
+    found = standard(q.double(), k.double(), v.double(), case.intervals, toolchain.SCALE, 0.0)
+    torch.testing.assert_close((out, lse), found, rtol=1e-12, atol=1e-12)
+    assert k.shape[2] == v.shape[2] == KV_HEADS and (q != 0).any((0, 1, 2)).all() and (k != 0).any((0, 1, 2)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_mistake_is_a_number_that_is_not_the_right_one_rounded(dtype, monkeypatch):
+    case, device = Case(64, CAUSAL, 40, 60), torch.device("cpu")
+    _, _, _, right_out, right_lse = exact_problem(case, device)
+    out, lse = right_out.to(dtype).repeat(toolchain.ROWS, 1, 1, 1), right_lse.float().repeat(toolchain.ROWS, 1, 1)
+    kernel = SimpleNamespace(forward=lambda *arguments: (out, lse))
+    monkeypatch.setitem(sys.modules, "flashtrain.kernels.attention.flash_hopper.forward", kernel)
+    assert mistakes(case, dtype, device) == 0
+    at = tuple((right_out.abs() > 0.1).nonzero()[0])
+    out[3][at[1:]] *= 1 + 3 * torch.finfo(dtype).eps
+    assert mistakes(case, dtype, device) == 1
+    lse[2, 1, 5] += 1e-4
+    out[0, 0, 0] = float("nan")
+    assert mistakes(case, dtype, device) == 2 + case.head_dim
+
+
+def test_the_trial_needs_a_gpu_that_the_kernel_runs_on(monkeypatch):
+    monkeypatch.setattr(toolchain, "_verdict", lambda device: pytest.fail("tried"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert toolchain.wrong() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert toolchain.wrong() is None
+
+
+def test_the_trial_is_made_once_and_not_in_a_capture(monkeypatch):
+    verdicts, capturing = iter(["computes wrong numbers"]), [True]
+    monkeypatch.setattr(toolchain, "_verdicts", {})
+    monkeypatch.setattr(toolchain, "_verdict", lambda device: next(verdicts))
+    for name, answer in {
+        "is_available": lambda: True,
+        "get_device_capability": lambda: (9, 0),
+        "current_device": lambda: 0,
+        "is_current_stream_capturing": lambda: capturing[0],
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    assert "while a CUDA graph is captured" in toolchain.wrong()
+    capturing[0] = False
+    assert toolchain.wrong() == "computes wrong numbers"
+    capturing[0] = True
+    assert toolchain.wrong() == "computes wrong numbers"
+
+
+def test_a_wrong_toolchain_is_named(monkeypatch):
+    monkeypatch.setattr(toolchain, "mistakes", lambda case, dtype, device: torch.tensor(3))
+    verdict = toolchain._verdict(torch.device("cpu"))
+    assert verdict.startswith("computes wrong numbers with this toolchain (triton 3.")
+    assert "TRITON_PTXAS_PATH" in verdict
+
+
+@hopper
+def test_this_toolchain_is_right():
+    assert toolchain.wrong() is None
+
+
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *LARGER], ids=str)
+def test_small_integers_are_exact_up_to_the_last_rounding(case, dtype, nan_filled_outputs):
+    assert mistakes(case, dtype, GPU) == 0
+
+
+MASKS = {
+    "causal": lambda S: CAUSAL,
+    "full": lambda S: FULL,
+    "window": lambda S: Intervals.window(300, 0),
+    "documents": lambda S: CAUSAL.in_documents(torch.arange(S, device=GPU)[None] // 301),
+}
+
+
+@hopper
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_same_bits_a_thousand_times(head_dim, mask, nan_filled_outputs):
+    S = 2000
+    q, k, v = make_qkv(2, S, S, 16, 8, head_dim, dtype=torch.bfloat16, device=GPU)
+    intervals = MASKS[mask](S)
+    first = ops.flash_hopper(q, k, v, intervals, head_dim**-0.5)
+    changed = torch.zeros((), dtype=torch.int64, device=GPU)
+    for _ in range(1000):
+        for now, before in zip(ops.flash_hopper(q, k, v, intervals, head_dim**-0.5), first, strict=True):
+            changed += (now != before).sum()
+    assert changed == 0
+
+
+@hopper
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+def test_a_launch_costs_the_host_at_most_ten_microseconds_more_than_flash_v2s(mask):
+    q, k, v = make_qkv(1, 128, 128, 2, 2, 64, dtype=torch.bfloat16, device=GPU)
+    intervals = MASKS[mask](128)
+
+    def microseconds(attend):
+        """The median over rounds of launches so few that the host never waits for the device."""
+        rounds = []
+        for _ in range(50):
+            torch.cuda.synchronize()
+            start = time.perf_counter_ns()
+            for _ in range(20):
+                attend(q, k, v, intervals, 0.125)
+            rounds.append((time.perf_counter_ns() - start) / 20 / 1000)
+        torch.cuda.synchronize()
+        return statistics.median(rounds)
+
+    with torch.no_grad():
+        flash_v2, flash_hopper = (microseconds(attend) for attend in (ops.flash_v2, ops.flash_hopper))
+    print(f"{mask}: {flash_v2:.1f} us a launch of flash_v2, {flash_hopper:.1f} of flash_hopper")
+    assert flash_hopper <= flash_v2 + 10
