@@ -5,6 +5,7 @@ import csv
 import pytest
 import torch
 from commands import run_command
+from flash_kernels import on_hopper
 
 from flashtrain.kernels.attention import NAMES
 
@@ -18,6 +19,11 @@ TINY = [
     "optimizer.learning_rate=2e-3",
 ]
 ON_GPU = ["model.hidden_size=256", "model.num_heads=4", "train.sequence_length=1024", "train.tokens_per_step=16384"]
+ON_THIS_GPU = [
+    pytest.param(name, marks=on_hopper if name == "flash_hopper" else ())
+    for name in NAMES
+    if name not in ("auto", "standard")
+]
 BRIEF = [
     f"train.steps={STEPS}",
     "train.validate_every=1000",
@@ -71,7 +77,7 @@ def bf16_noise(loss_curve):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", [name for name in NAMES if name not in ("auto", "standard")])
+@pytest.mark.parametrize("variant", ON_THIS_GPU)
 def test_bf16_curves_on_the_gpu_are_one_within_twice_the_noise_of_bf16(loss_curve, bf16_noise, variant):
     exact, noise = bf16_noise
     distance = (loss_curve(variant, *ON_GPU) - exact).abs().max().item()
