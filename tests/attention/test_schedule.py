@@ -1,0 +1,94 @@
+"""flash_hopper's tables and loops on the CPU: every tile once, every program as busy, every block of a tile once."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flashtrain.kernels.attention import Intervals
+
+schedule = pytest.importorskip("flashtrain.kernels.attention.flash_hopper.schedule")
+geometry = pytest.importorskip("flashtrain.kernels.attention.geometry")
+
+SMS, TOKENS, HIDDEN_SIZE = 132, 32768, 2048
+MASKS = {
+    "causal": Intervals.causal(),
+    "full": Intervals.full(),
+    "window": Intervals.window(700, 0),
+    "both sides": Intervals.window(150, 40),
+}
+
+
+@pytest.fixture
+def on_python_ints(monkeypatch):
+    for module in (schedule, geometry):
+        monkeypatch.setattr(module, "tl", SimpleNamespace(minimum=min, maximum=max))
+    monkeypatch.setattr(schedule, "block_of_step", geometry.block_of_step.fn)
+
+
+@pytest.mark.parametrize("num_programs", [1, 3, 7, SMS])
+@pytest.mark.parametrize("heads_in_section", [1, 2, 5, 100])
+def test_every_tile_has_one_program(num_programs, heads_in_section):
+    for num_tiles, num_heads in itertools.product((1, 2, 9), (1, 4, 17)):
+        costs = [1 + tile * 7 % 5 for tile in range(num_tiles)]
+        programs = schedule.deal(costs, num_heads, heads_in_section, num_programs)
+        dealt = sorted(itertools.chain(*programs))
+        assert dealt == list(range(num_tiles * num_heads))
+        assert sum(map(bool, programs)) == min(num_programs, len(dealt))
+        loads = [sum(costs[number % num_tiles] for number in tiles) for tiles in programs]
+        assert max(loads) - min(loads) <= max(costs)
+
+
+@pytest.mark.parametrize("length", [2048, 8192, 32768])
+@pytest.mark.parametrize(("head_dim", "BLOCK_M"), [(64, 128), (64, 192), (128, 128)])
+def test_causal_programs_are_as_busy_as_one_another(length, head_dim, BLOCK_M):
+    costs = schedule.tile_costs(Intervals.causal(), length, length, BLOCK_M, 128)
+    heads = TOKENS // length * HIDDEN_SIZE // head_dim
+    programs = schedule.deal(costs, heads, schedule.section(length * head_dim * 4, 1), SMS)
+    loads = [sum(costs[number % len(costs)] for number in tiles) for tiles in programs]
+    assert max(loads) <= 1.01 * sum(loads) / SMS
+
+
+def test_a_section_is_a_power_of_two_of_kv_heads_that_stay_in_l2():
+    assert schedule.section(4 * 2**20, 1) == 8
+    assert schedule.section(5 * 2**20, 1) == 4
+    assert schedule.section(4 * 2**20, 3) == 24
+    assert schedule.section(2**30, 4) == 4
+
+
+@pytest.mark.parametrize("intervals", MASKS.values(), ids=MASKS)
+def test_a_table_lists_the_tiles_of_each_program(intervals):
+    arguments = (intervals, 1000, 1300, 6, 4, 128, 128, 10, torch.device("cpu"))
+    table = schedule.table(*arguments)
+    assert table.dtype == torch.int32 and schedule.table(*arguments) is table
+    begins, numbers = table[:11].tolist(), table[11:].tolist()
+    assert begins[0] == 0 and begins[-1] == len(numbers) and begins == sorted(set(begins))
+    assert sorted(numbers) == list(range(6 * 8))
+
+
+def test_tiles_alike_go_head_by_head():
+    table = schedule.table(Intervals.full(), 512, 512, 4, 4, 128, 128, 8, torch.device("cpu"))
+    assert [table[9 + begin].item() for begin in table[:8].tolist()] == list(range(8))
+
+
+@pytest.mark.parametrize("intervals", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("lengths", [(1000, 1000), (300, 1300), (1300, 300)], ids=str)
+def test_a_tile_visits_each_block_that_it_sees_once_and_the_masked_first(intervals, lengths, on_python_ints):
+    BLOCK_M, BLOCK_N = 192, 128
+    q_len, kv_len = lengths
+    lo, hi = intervals.bounds_of(q_len, kv_len).keys[:, 0].tolist()
+    seen = intervals.dense(q_len, kv_len)[0]
+    costs = schedule.tile_costs(intervals, q_len, kv_len, BLOCK_M, BLOCK_N)
+    for tile, first in enumerate(range(0, q_len, BLOCK_M)):
+        last = min(first + BLOCK_M, q_len) - 1
+        blocks = geometry.block_ranges.fn(lo[first], hi[first], lo[last], hi[last], BLOCK_N)
+        masked, total = schedule.visits.fn(blocks)
+        visited = [schedule.block_at.fn(visit, blocks) for visit in range(total)]
+        assert costs[tile] == 1 + len(visited) == 1 + len(set(visited))
+        rows = seen[first : last + 1]
+        for block in range(-(-kv_len // BLOCK_N)):
+            part = rows[:, block * BLOCK_N : (block + 1) * BLOCK_N]
+            assert not part.any() or block in visited
+            if block in visited[max(masked, 0) :]:
+                assert part.all() and part.shape[1] == BLOCK_N or not rows.any()
