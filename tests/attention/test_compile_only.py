@@ -58,9 +58,9 @@ FLASH_V1 = {
 FLASH_HOPPER = {
     f"flash_hopper {name}": {"variant": "flash_hopper", **fields}
     for name, fields in {
-        **{name: fields for name, fields in MEASURED.items() if "fp16" not in name or "causal" in name},
-        "softcap 64": {"softcap": 30.0, "head_dim": 64},
-        "softcap 128": {"softcap": 30.0},
+        **{name: fields for name, fields in MEASURED.items() if "fp16" not in name},
+        "causal 128 fp16": MEASURED["causal 128 fp16"],
+        "softcap": {"softcap": 30.0, "head_dim": 64},
         "grouped heads": {"group_size": 4},
         "odd lengths": {"length": 4095},
         "full, odd lengths": {"mask": "full", "length": 4095},
