@@ -2,16 +2,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from flashtrain.kernels.attention import Intervals
 from flashtrain.kernels.attention.variants import VARIANTS
 from flashtrain.performance.attention import Measurement, NoSpeed, Problem, measure
+from flashtrain.performance.peers import Peer
 from flashtrain.performance.timing import HostClock, Timing
 
 SMALL = Problem("causal", 32, batch=2, head_dim=8, num_q_heads=4, num_kv_heads=2)
 
 
-def measured(variants, intervals=None, problem=SMALL, passes=("forward", "backward"), rounds=2, seed=0, clock=None):
+def measured(
+    variants, intervals=None, problem=SMALL, passes=("forward", "backward"), rounds=2, seed=0, clock=None, peers=()
+):
     """{(variant, pass): Measurement} on the CPU in fp32."""
     found = measure(
         problem,
@@ -24,6 +28,7 @@ def measured(variants, intervals=None, problem=SMALL, passes=("forward", "backwa
         warmup=1,
         rounds=rounds,
         seed=seed,
+        peers=peers,
     )
     return {(one.variant, one.pass_name): one for one in found}
 
@@ -268,3 +273,163 @@ def test_a_reading_holds_its_pass_and_nothing_of_the_other(variant_that, pass_na
     traced = variant_that(attend)
     measured([traced], passes=[pass_name], rounds=3, clock=Counting())
     assert inside == [[pass_name]] * 3
+
+
+def right(q, k, v, causal):
+    """An attention of flash-attention's convention."""
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=True).transpose(1, 2)
+
+
+def peer_that(attend):
+    return Peer("other:attend", attend)
+
+
+@pytest.mark.parametrize("wrap", [lambda out: out, lambda out: (out, None)], ids=["out", "tuple"])
+@pytest.mark.parametrize("intervals", [Intervals.full(), Intervals.causal()], ids=str)
+def test_a_right_peer_is_timed_beside_the_variants(intervals, wrap):
+    peer = peer_that(lambda *inputs, causal: wrap(right(*inputs, causal)))
+    found = measured(["standard"], intervals, peers=[peer], rounds=3)
+    assert list(found) == [
+        (name, pass_name) for pass_name in ("forward", "backward") for name in ("standard", "other:attend")
+    ]  # fmt: skip
+    for one in found.values():
+        assert len(one.result.seconds) == 3 and not one.detached
+        assert one.check.failure is None and set(one.check.deviations) == {"out", "dq", "dk", "dv"}
+
+
+@pytest.mark.parametrize(
+    ("attend", "word"),
+    [
+        (lambda *inputs, causal: 1.01 * right(*inputs, causal), "check failed: out "),
+        (lambda q, k, v, causal: right(q, k.detach() + 1.01 * (k - k.detach()), v, causal), "check failed: dk "),
+        (lambda *inputs, causal: right(*inputs, not causal), "check failed: out "),
+        (lambda *inputs, causal: right(*inputs, causal).transpose(1, 2), "failed: RuntimeError: Mismatch in shape"),
+        (lambda *inputs, causal: (1.01 * right(*inputs, causal)).detach(), "check failed: out "),
+        (lambda *inputs, causal: (torch.nan * right(*inputs, causal)).detach(), "check failed: out not finite"),
+        (lambda *inputs, causal: None, "failed: TypeError: returned NoneType"),
+    ],
+    ids=["out", "dk", "mask", "layout", "forward only", "forward only, nan", "none"],
+)
+def test_a_wrong_peer_gets_no_speed(attend, word):
+    found = measured(["standard"], peers=[peer_that(attend)])
+    for pass_name in ("forward", "backward"):
+        result = found["other:attend", pass_name].result
+        assert result.word.startswith(word) and result.reason is None
+        assert isinstance(found["standard", pass_name].result, Timing)
+
+
+class NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, causal):
+        return right(q, k, v, causal)
+
+    @staticmethod
+    def backward(ctx, dout):
+        raise NotImplementedError("this build is\nforward only")
+
+
+def refuses_gradients(q, k, v, causal):
+    if q.requires_grad:
+        raise ValueError("inputs must not require gradients")
+    return right(q, k, v, causal)
+
+
+@pytest.mark.parametrize(
+    ("attend", "reason", "detached"),
+    [
+        (
+            lambda *inputs, causal: NoBackward.apply(*inputs, causal),
+            "has no backward: it raises NotImplementedError: this build is",
+            False,
+        ),
+        (
+            lambda *inputs, causal: right(*inputs, causal).detach(),
+            "has no backward: its out has no grad_fn",
+            False,
+        ),
+        (
+            refuses_gradients,
+            "has no backward: it takes no inputs that require gradients "
+            "(ValueError: inputs must not require gradients)",
+            True,
+        ),
+    ],
+    ids=["raises", "no grad_fn", "refuses"],
+)
+def test_a_peer_without_a_backward_has_the_speed_of_its_forward(attend, reason, detached):
+    found = measured(["standard"], peers=[peer_that(attend)])
+    forward, backward = (found["other:attend", name] for name in ("forward", "backward"))
+    assert isinstance(forward.result, Timing) and forward.detached == detached
+    assert forward.check.failure is None and set(forward.check.deviations) == {"out"}
+    assert backward.result == NoSpeed("-", reason) and not backward.detached
+    assert isinstance(found["standard", "backward"].result, Timing)
+
+
+def test_the_forward_of_a_peer_is_timed_on_inputs_that_require_gradients_as_a_variants_is(variant_that):
+    """Each call tells what it was given, within a reading."""
+    given, reading = [], []
+
+    class Listening:
+        def read(self, call):
+            reading.append(1)
+            call()
+            reading.pop()
+            return lambda: 1.0
+
+    def listen(name, x):
+        if reading:
+            given.append((name, x.requires_grad, x.grad_fn))
+
+    def attend_variant(q, *rest):
+        listen("variant", q)
+        return VARIANTS["sdpa_math"].attend(q, *rest)
+
+    def attend(q, k, v, causal):
+        listen("peer", q)
+        return right(q, k, v, causal)
+
+    def attend_detached(q, k, v, causal):
+        listen("detached", q)
+        return refuses_gradients(q, k, v, causal)
+
+    peers = [peer_that(attend), Peer("other:detached", attend_detached)]
+    measured([variant_that(attend_variant)], passes=["forward"], clock=Listening(), peers=peers, rounds=1)
+    assert sorted(given) == [("detached", False, None), ("peer", True, None), ("variant", True, None)]
+
+
+def test_a_peer_says_which_masks_it_cannot_do():
+    found = measured(["standard"], Intervals.window(3, 0), peers=[peer_that(right)])
+    for pass_name in ("forward", "backward"):
+        result = found["other:attend", pass_name].result
+        assert result.reason == "takes the full and the causal mask, not window(3, 0)"
+        assert isinstance(found["standard", pass_name].result, Timing)
+
+
+def test_a_peer_that_raises_is_told_in_place_of_its_speed():
+    def attend(q, k, v, causal):
+        raise RuntimeError("needs a GPU\nof some kind")
+
+    found = measured(["standard"], peers=[peer_that(attend)])
+    assert found["other:attend", "forward"].result == NoSpeed("failed: RuntimeError: needs a GPU")
+    assert found["other:attend", "backward"].result == NoSpeed("failed: RuntimeError: needs a GPU")
+    assert found["other:attend", "forward"].check is None
+    assert isinstance(found["standard", "forward"].result, Timing)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_peer_that_does_not_fit_is_not_one_without_a_backward(where):
+    class Large(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, causal):
+            if where == "forward":
+                raise torch.OutOfMemoryError("too much")
+            return right(q, k, v, causal)
+
+        @staticmethod
+        def backward(ctx, dout):
+            raise torch.OutOfMemoryError("too much")
+
+    found = measured(["standard"], peers=[peer_that(lambda *inputs, causal: Large.apply(*inputs, causal))])
+    for pass_name in ("forward", "backward"):
+        assert found["other:attend", pass_name].result == NoSpeed("failed: out of memory")

@@ -1,0 +1,98 @@
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from flashtrain.errors import UserError
+from flashtrain.kernels.attention import Intervals
+from flashtrain.performance.peers import Peer
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch):
+    """The module `other.attention`, importable while a test runs."""
+    module = ModuleType("other.attention")
+    monkeypatch.setitem(sys.modules, "other.attention", module)
+    return module
+
+
+def test_a_peer_is_the_function_that_its_name_says(module):
+    module.attend = lambda q, k, v, causal: q
+    peer = Peer.named("other.attention:attend")
+    assert peer.name == "other.attention:attend" and peer.function is module.attend
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("attend", "peers has attend; write MODULE:FUNCTION, as in flash_attn_interface:flash_attn_func"),
+        ("other.attention:", "peers has other.attention:; write MODULE:FUNCTION"),
+        (":attend", "peers has :attend; write MODULE:FUNCTION"),
+        (
+            "no_such_module:attend",
+            "peers has no_such_module:attend, and no_such_module cannot be imported "
+            "(ModuleNotFoundError(\"No module named 'no_such_module'\")); install the package that holds it, put its "
+            "folder on PYTHONPATH, or leave it out",
+        ),
+        (".attention:attend", "peers has .attention:attend, and .attention cannot be imported (TypeError("),
+        (
+            "other.attention:atend",
+            "peers has other.attention:atend, and other.attention has no function atend; name one of its own",
+        ),
+        ("other.attention:number", "peers has other.attention:number, and other.attention has no function number"),
+    ],
+)
+def test_what_names_no_function_is_refused_in_one_sentence(module, name, sentence):
+    module.number = 3
+    with pytest.raises(UserError) as mistake:
+        Peer.named(name)
+    assert str(mistake.value).startswith(sentence)
+
+
+def test_a_library_that_does_not_load_is_told_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "broken_attention.py").write_text("raise OSError('undefined symbol\\nin a library')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"broken_attention cannot be imported \(OSError\('undefined symbol\\nin a"):
+        Peer.named("broken_attention:attend")
+
+
+@pytest.mark.parametrize(
+    ("intervals", "reason"),
+    [
+        (Intervals.full(), None),
+        (Intervals.causal(), None),
+        (Intervals.window(9, 0), "takes the full and the causal mask, not window(9, 0)"),
+        (
+            Intervals.causal().in_documents(torch.tensor([[0, 0, 1]])),
+            "takes the full and the causal mask, not documents, chunks or a prefix",
+        ),
+    ],
+    ids=["full", "causal", "window", "documents"],
+)
+def test_it_takes_the_full_and_the_causal_mask(intervals, reason):
+    assert Peer("other.attention:attend", max).refusal(intervals) == reason
+
+
+@pytest.mark.parametrize("wrap", [lambda out: out, lambda out: (out, None), lambda out: [out]])
+def test_out_is_what_the_function_returns_or_the_first_of_it(wrap):
+    asked = []
+
+    def attend(q, k, v, *, causal):
+        asked.append(causal)
+        return wrap(q)
+
+    q = torch.zeros(1, 2, 3, 4)
+    assert Peer("other.attention:attend", attend).attend(q, q, q, Intervals.causal()) is q
+    assert Peer("other.attention:attend", attend).attend(q, q, q, Intervals.full()) is q
+    assert asked == [True, False]
+
+
+def test_what_is_no_tensor_is_no_out():
+    with pytest.raises(TypeError, match="returned NoneType, not out or a tuple that begins with it"):
+        Peer("other.attention:attend", lambda q, k, v, causal: None).attend(*[torch.zeros(1)] * 3, Intervals.full())
+
+
+def test_the_versions_are_of_the_distributions_that_hold_the_module():
+    assert Peer("torch.nn.functional:relu", torch.relu).versions[0].startswith("torch 2.")
+    assert Peer("other.attention:attend", max).versions == []
