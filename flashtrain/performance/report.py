@@ -1,10 +1,12 @@
 """Speeds of attention for people and programs: terminal and markdown tables, and rows of plain values.
 
-Nothing is timed here. A table holds one mask and head dimension, a row a variant, a column a length and a pass.
+Nothing is timed here. A table holds one mask and head dimension, a row a variant or peer, a column a length and a
+pass; the last, where speeds are relative to one of them, the geometric means of all cells, a column a pass.
 """
 
 import math
 from dataclasses import asdict, dataclass
+from statistics import geometric_mean
 
 from rich import box
 from rich.console import Group
@@ -32,7 +34,7 @@ class Conditions:
     interpreted: bool
     masks: Masks
     relative_to: str | None
-    """The variant that the others' speed is given as a multiple of; None: of none."""
+    """The variant or peer that the others' speed is given as a multiple of; None: of none."""
     made_with: str
     """Versions, commit and command, in words."""
 
@@ -42,15 +44,66 @@ class SpeedTable:
     title: str
     headings: list[str]
     rows: dict[str, list[list[str]]]
-    """variant -> for each heading TFLOP/s, milliseconds and the multiple, or a word in their place; without the
-    variants that can do none of it."""
+    """variant or peer -> for each heading TFLOP/s, milliseconds and the multiple, or a word in their place; without
+    those that can do none of it."""
     notes: list[str]
     """Who cannot do what, and how far readings lie apart."""
+    unit: str = "TFLOP/s, ms"
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """The speed of a variant or peer as a multiple of another's, in all cells of one pass where both have a speed."""
+
+    variant: str
+    pass_name: str
+    values: dict[Problem, float]
+    """cell -> multiple; there is at least one."""
+    num_cells: int
+    """Cells that were measured."""
+
+    @property
+    def mean(self) -> float:
+        """Geometric."""
+        return geometric_mean(self.values.values())
+
+    @property
+    def smallest(self) -> Problem:
+        """The cell of the smallest multiple."""
+        return min(self.values, key=self.values.__getitem__)
+
+
+def multiples(measurements: list[Measurement], relative_to: str | None) -> list[Multiples]:
+    """Those of all but `relative_to` itself, by pass, in the order of the measurements."""
+    cells: dict[str, set[Problem]] = {}
+    values: dict[tuple[str, str], dict[Problem, float]] = {}
+    baselines = {(one.problem, one.pass_name): one.tflops for one in measurements if one.variant == relative_to}
+    for found in measurements:
+        cells.setdefault(found.pass_name, set()).add(found.problem)
+        baseline = baselines.get((found.problem, found.pass_name))
+        if None not in (found.tflops, baseline) and found.variant != relative_to:
+            values.setdefault((found.variant, found.pass_name), {})[found.problem] = found.tflops / baseline
+    return [Multiples(variant, name, some, len(cells[name])) for (variant, name), some in values.items()]
 
 
 def speed_tables(measurements: list[Measurement], given: Conditions) -> list[SpeedTable]:
     """A table for each mask and head dimension, in the order of the measurements."""
     return [_speed_table(group, given) for group in by_panel(measurements).values()]
+
+
+def multiples_tables(measurements: list[Measurement], given: Conditions) -> list[SpeedTable]:
+    """One table of the geometric means and smallest of all cells' multiples; none where there are no multiples."""
+    found = multiples(measurements, given.relative_to)
+    if not found:
+        return []
+    passes = list(dict.fromkeys(one.pass_name for one in found))
+    cells = {(one.variant, one.pass_name): _multiples_cell(one) for one in found}
+    rows = {
+        variant: [cells.get((variant, name), ["-"]) for name in passes]
+        for variant in dict.fromkeys(one.variant for one in found)
+    }
+    title = f"geometric means over head dims, masks and lengths, relative to {given.relative_to}"
+    return [SpeedTable(title, passes, rows, [], unit="mean, smallest")]
 
 
 def by_panel(measurements: list[Measurement]) -> dict[tuple[int, str], list[Measurement]]:
@@ -88,7 +141,7 @@ def describe(given: Conditions) -> str:
 
 def terminal_table(table: SpeedTable) -> Group:
     drawn = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    drawn.add_column("TFLOP/s, ms")
+    drawn.add_column(table.unit, overflow="fold")
     for heading in table.headings:
         drawn.add_column(heading, justify="right")
     for variant, cells in table.rows.items():
@@ -99,7 +152,7 @@ def terminal_table(table: SpeedTable) -> Group:
 def markdown(measurements: list[Measurement], given: Conditions) -> str:
     """All tables, what their figures mean and what they were made with, to be read as a file or pasted."""
     parts = [describe(given)]
-    for table in speed_tables(measurements, given):
+    for table in speed_tables(measurements, given) + multiples_tables(measurements, given):
         lines = [
             f"| {table.title} | {' | '.join(table.headings)} |",
             "|---|" + "---:|" * len(table.headings),
@@ -125,7 +178,21 @@ def as_row(measurement: Measurement) -> dict[str, object]:
         "quartiles_ms": [1e3 * seconds for seconds in result.quartiles] if timed else None,
         "readings_ms": [1e3 * seconds for seconds in result.seconds] if timed else None,
         "no_speed": None if timed else str(result),
+        "detached": measurement.detached,
         "check": None if measurement.check is None else _check_row(measurement.check),
+    }
+
+
+def as_multiples_row(found: Multiples) -> dict[str, object]:
+    """The multiples of one pass in plain values."""
+    return {
+        "variant": found.variant,
+        "pass": found.pass_name,
+        "geometric_mean": found.mean,
+        "smallest": found.values[found.smallest],
+        "smallest_at": asdict(found.smallest),
+        "cells": len(found.values),
+        "cells_measured": found.num_cells,
     }
 
 
@@ -155,6 +222,8 @@ def _speed_table(group: list[Measurement], given: Conditions) -> SpeedTable:
             rows.setdefault(found.variant, []).append(_cell(found, baselines.get(column)))
         if (refusal := _refusal(found)) is not None:
             notes[f"{found.variant} {refusal}"] = None
+        if found.detached:
+            notes[f"{found.variant} takes no inputs that require gradients: it is timed on others"] = None
     spreads = [found.result.spread for found in group if isinstance(found.result, Timing)]
     if spreads:
         notes[_spread_note(max(spreads))] = None
@@ -180,6 +249,12 @@ def _cell(found: Measurement, baseline: float | None) -> list[str]:
         return [found.result.word]
     lines = [_figure(found.tflops), f"{_figure(1e3 * found.result.median)} ms"]
     return lines if baseline is None else [*lines, f"{found.tflops / baseline:.2f}x"]
+
+
+def _multiples_cell(found: Multiples) -> list[str]:
+    count, missing = len(found.values), found.num_cells - len(found.values)
+    cells = f"{count} of {found.num_cells} cells" if missing else f"{count} cell{'s' * (count != 1)}"
+    return [f"{found.mean:.3f}x", f"smallest {found.values[found.smallest]:.3f}x", cells]
 
 
 def _beside(lines: list[str]) -> str:
