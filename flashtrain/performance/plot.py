@@ -11,10 +11,12 @@ from flashtrain.performance.attention import Measurement
 from flashtrain.performance.report import Conditions, by_panel, panel_title
 
 COLORS = (BLUE, ORANGE, GREEN, "#8a4fa3", "#b08a1f", "#c23b5e", "#3a9aa8", MUTED)
+STYLES = ("-", "--", ":")
+"""The lines of the first colours, of the same colours again, and again."""
 
 
 def save_plot(measurements: list[Measurement], given: Conditions, path: Path) -> None:
-    """Write a PNG. A variant has one colour in all panels, and no point where it has no speed."""
+    """Write a PNG. A variant or peer has one colour and style in all panels, and no point where it has no speed."""
     panels = list(by_panel(measurements).values())
     passes = list(dict.fromkeys(found.pass_name for found in measurements))
     variants = list(dict.fromkeys(found.variant for found in measurements if found.tflops is not None))
@@ -38,7 +40,9 @@ def _draw(axes: Axes, measurements: list[Measurement], variants: list[str]) -> N
     speeds = {(found.variant, found.problem.length): found.tflops for found in measurements}
     for index, variant in enumerate(variants):
         curve = [math.nan if (speed := speeds[variant, length]) is None else speed for length in lengths]
-        axes.plot(lengths, curve, color=COLORS[index % len(COLORS)], linewidth=2, marker="o", markersize=5)
+        again, place = divmod(index, len(COLORS))
+        style = STYLES[again % len(STYLES)]
+        axes.plot(lengths, curve, color=COLORS[place], linestyle=style, linewidth=2, marker="o", markersize=5)
     axes.set_ylim(bottom=0)
     axes.set(xlabel="length, tokens", ylabel="TFLOP/s")
     token_axis(axes, lengths)
