@@ -1,6 +1,7 @@
 """Measure the attention variants that this device can run, forward and backward; exit 1 where none has a speed.
 
-`python -m flashtrain.bench [variants=[...]] [masks=[causal,full,window,documents]] [lengths=[...]]`
+`python -m flashtrain.bench [variants=[...]] [peers=[module:function]] [masks=[causal,full,window,documents]]
+[lengths=[...]]`
 """
 
 import shlex
@@ -15,12 +16,24 @@ from flashtrain import runs
 from flashtrain.config import MOST_SEEDS, Root, not_among, once_each
 from flashtrain.device import DTYPES, resolve_type
 from flashtrain.entry import main
+from flashtrain.errors import UserError
 from flashtrain.kernels.attention import VARIANT_NAMES, Intervals
 from flashtrain.performance.attention import FLOPS_PER_VISIBLE_PAIR, PASSES, Measurement, NoSpeed, Problem, measure
 from flashtrain.performance.hardware import gpu_state
 from flashtrain.performance.masks import MASKS, Masks
+from flashtrain.performance.peers import Peer
 from flashtrain.performance.plot import save_plot
-from flashtrain.performance.report import Conditions, as_row, describe, markdown, speed_tables, terminal_table
+from flashtrain.performance.report import (
+    Conditions,
+    as_multiples_row,
+    as_row,
+    describe,
+    markdown,
+    multiples,
+    multiples_tables,
+    speed_tables,
+    terminal_table,
+)
 from flashtrain.performance.timing import Clock, CudaClock, HostClock, Timing
 
 
@@ -32,6 +45,9 @@ class BenchConfig:
     """bfloat16, float16 or float32."""
     variants: list[str] | None
     """Variants of attention; null: all. One that cannot do a problem says why."""
+    peers: list[str]
+    """Functions of other packages to measure beside the variants, as MODULE:FUNCTION: called as (q, k, v, causal=...)
+    with the layout and the convention of flash-attention."""
     masks: list[str]
     """causal, full, window (causal, `window` keys) or documents (causal, `longest_document`)."""
     head_dims: list[int]
@@ -56,7 +72,7 @@ class BenchConfig:
     seed: int
     """Of the inputs, the documents and the orders."""
     relative_to: str | None
-    """The variant that the others' speed is also given as a multiple of; null: of none."""
+    """The variant or peer that the others' speed is also given as a multiple of; null: of none."""
     output: str | None
     """Folder for the files; null: runs/ with the time."""
 
@@ -68,7 +84,8 @@ class BenchConfig:
             if (value := getattr(self, name)) is not None and value < 1
         ]
         problems += [
-            *not_among("variants", self.variants if self.variants is not None else VARIANT_NAMES, VARIANT_NAMES),
+            *not_among("variants", self.variant_names, VARIANT_NAMES),
+            *_not_peers(self.peers),
             *not_among("masks", self.masks, MASKS),
             *not_among("passes", self.passes, PASSES),
             *not_among("dtype", [self.dtype], DTYPES),
@@ -80,7 +97,8 @@ class BenchConfig:
         if not 0 <= self.seed < MOST_SEEDS:
             problems.append(f"seed is {self.seed}; it must be at least 0 and below {MOST_SEEDS}")
         if self.relative_to is not None and self.relative_to not in self.names:
-            problems.append(f"relative_to is {self.relative_to}; it must be one of the variants: {_words(self.names)}")
+            either = _words(self.variant_names) + (f"; or of the peers: {_words(self.peers)}" if self.peers else "")
+            problems.append(f"relative_to is {self.relative_to}; it must be one of the variants: {either}")
         if self.output == "":
             problems.append("output is empty; name a new folder, or leave it out for runs/ with the time")
         elif self.output is not None and Path(self.output).exists():
@@ -105,20 +123,26 @@ class BenchConfig:
         return problems
 
     @property
-    def names(self) -> list[str]:
+    def variant_names(self) -> list[str]:
         return list(VARIANT_NAMES) if self.variants is None else self.variants
+
+    @property
+    def names(self) -> list[str]:
+        """Of all that is measured."""
+        return [*self.variant_names, *self.peers]
 
 
 ROOT = Root("bench", BenchConfig)
 
 
 def run(config: BenchConfig) -> None:
-    """Measure every problem: tables here as they are done, files in a new folder; SystemExit(1) where no variant has
-    a speed on any."""
+    """Measure every problem: tables here as they are done, files in a new folder; SystemExit(1) where no variant and
+    no peer has a speed on any."""
     console = Console()
     device = resolve_type("device", config.device)
     folder = runs.new_folder(config.output, "bench")
-    facts = runs.provenance(device=runs.device_name(device))
+    peers = [Peer.named(name) for name in config.peers]
+    facts = runs.provenance(device=runs.device_name(device), peers={peer.name: peer.versions for peer in peers})
     masks = Masks(config.window, config.longest_document, config.seed)
     clock: Clock = CudaClock() if device == "cuda" else HostClock()
     given = _conditions(config, device, masks, facts)
@@ -132,7 +156,7 @@ def run(config: BenchConfig) -> None:
             done += measure(
                 problem,
                 masks.intervals(problem.mask, problem.batch, problem.length, device),
-                config.names,
+                config.variant_names,
                 config.passes,
                 clock,
                 device=device,
@@ -140,6 +164,7 @@ def run(config: BenchConfig) -> None:
                 warmup=config.warmup,
                 rounds=config.rounds,
                 seed=config.seed,
+                peers=peers,
             )
             states.append({"after": asdict(problem), "gpu": gpu_state()})
             # Whole after each problem, so that an interrupted command leaves what it has measured.
@@ -152,17 +177,20 @@ def run(config: BenchConfig) -> None:
                     "provenance": facts,
                     "gpu_states": states,
                     "measurements": [as_row(found) for found in measurements + done],
+                    "multiples": [as_multiples_row(one) for one in multiples(measurements + done, config.relative_to)],
                 },
             )
         measurements += done
         for table in speed_tables(done, given):
             console.print("", terminal_table(table))
+    for table in multiples_tables(measurements, given):
+        console.print("", terminal_table(table))
     runs.write_whole(folder / "bench.md", markdown(measurements, given))
     save_plot(measurements, given, folder / "bench.png")
     for path in sorted(folder.iterdir()):
         console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
     without = _without_speed(measurements)
-    for name in config.variants or []:
+    for name in [*(config.variants or []), *config.peers]:
         if name in without:
             console.print(f"{name} has no speed: {without[name]}", markup=False, highlight=False, soft_wrap=True)
     if len(without) == len(config.names):
@@ -170,7 +198,7 @@ def run(config: BenchConfig) -> None:
 
 
 def _without_speed(measurements: list[Measurement]) -> dict[str, NoSpeed]:
-    """The variants that have no speed on any problem, and why on the first."""
+    """The variants and peers that have no speed on any problem, and why on the first."""
     timed = {found.variant for found in measurements if isinstance(found.result, Timing)}
     why: dict[str, NoSpeed] = {}
     for found in measurements:
@@ -215,7 +243,19 @@ def _conditions(config: BenchConfig, device: str, masks: Masks, facts: dict) -> 
 
 def _made_with(facts: dict) -> str:
     command = shlex.join(["python", "-m", "flashtrain.bench", *facts["command"][1:]])
-    return f"({runs.versions(facts)}; `{command}`)"
+    versions = [runs.versions(facts), *dict.fromkeys(found for peer in facts["peers"].values() for found in peer)]
+    return f"({', '.join(versions)}; `{command}`)"
+
+
+def _not_peers(names: list[str]) -> list[str]:
+    """Problems of a list of peers; it may be empty."""
+    problems = once_each("peers", names) if names else []
+    for name in dict.fromkeys(names):
+        try:
+            Peer.named(name)
+        except UserError as mistake:
+            problems.append(str(mistake))
+    return problems
 
 
 def _counts(key: str, values: Sequence[int]) -> list[str]:

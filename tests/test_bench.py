@@ -3,12 +3,16 @@
 import itertools
 import json
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import matplotlib.image
 import pytest
 import torch
 from commands import SMALL_BENCH, run_command
+from torch.nn.functional import scaled_dot_product_attention
 
 from flashtrain.kernels.attention.variants import VARIANTS
 
@@ -29,6 +33,24 @@ def bench(tmp_path, capsys):
         return capsys.readouterr().out, json.loads((tmp_path / "measured" / "bench.json").read_text())
 
     return run
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """module("name", function=..., ...) makes a module of these functions importable."""
+
+    def add(name, **functions):
+        module = ModuleType(name)
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    return add
+
+
+def right(q, k, v, causal):
+    """An attention of flash-attention's convention."""
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
 
 def mistake(*overrides):
@@ -237,6 +259,11 @@ def test_without_an_output_the_folder_has_the_time(tmp_path):
         ("num_kv_heads=0", "num_kv_heads is 0; it must be at least 1"),
         ("variants=[auto]", "variants has auto; allowed are standard, flash_v1, flash_v2,"),
         ("variants=[]", "variants is empty; give at least one"),
+        ("peers=[flash_attn_func]", "peers has flash_attn_func; write MODULE:FUNCTION, as in flash_attn_"),
+        ("peers=[no_such:attend]", "peers has no_such:attend, and no_such cannot be imported (ModuleNotFoundError("),
+        ("peers=[math:attend]", "peers has math:attend, and math has no function attend; name one of its own"),
+        ("peers=[math:sqrt,math:sqrt]", "peers has math:sqrt more than once; name each once"),
+        ("peers=null", "peers cannot be null; give it a value"),
         ("masks=[prefix]", "masks has prefix; allowed are causal, full, window, documents"),
         ("passes=[sideways]", "passes has sideways; allowed are forward, backward"),
         ("dtype=float8", "dtype has float8; did you mean float32? allowed are bfloat16, float16, float32"),
@@ -257,6 +284,100 @@ def test_a_mistake_ends_in_one_sentence(tmp_path, override, sentence):
     assert [path.name for path in tmp_path.rglob("*")] == ["taken"]
 
 
+def test_a_peer_has_rows_of_its_own_everywhere(bench, module, tmp_path):
+    module("other.attention", attend=lambda *inputs, causal: (right(*inputs, causal), None))
+    name = "other.attention:attend"
+    shown, found = bench(f"peers=[{name}]", f"relative_to={name}", "masks=[causal,window]", "num_kv_heads=2")
+    assert found["settings"]["peers"] == [name] and found["provenance"]["peers"] == {name: []}
+    rows = [row for row in found["measurements"] if row["variant"] == name]
+    assert [(row["mask"], row["length"], row["pass"]) for row in rows] == [
+        (mask, length, pass_name)
+        for mask in ("causal", "window")
+        for length in (64, 128)
+        for pass_name in ("forward", "backward")
+    ]
+    for row in rows[:4]:
+        assert len(row["readings_ms"]) == 3 and row["no_speed"] is None and not row["detached"]
+        assert set(row["check"]["deviations"]) == {"out", "dq", "dk", "dv"}
+    reason = "takes the full and the causal mask, not window(9, 0)"
+    assert {row["no_speed"] for row in rows[4:]} == {reason}
+    assert f"{name} {reason}" in " ".join(shown.split())
+    text = (tmp_path / "measured" / "bench.md").read_text()
+    (row,) = re.findall(rf"^\| `{name}` \| .*$", text, re.MULTILINE)
+    assert row.count("1.00x") == 4
+    assert f"- {name} {reason}" in text and f"relative to {name} | forward | backward |" in text
+    means = re.findall(r"^\| `(\w+)` \| [\d.]+x \(smallest [\d.]+x, 2 of 4 cells\) \|", text, re.MULTILINE)
+    assert means == ["standard", "sdpa_math", "sdpa_flash"]
+    assert [(one["variant"], one["pass"], one["cells"]) for one in found["multiples"]] == [
+        (variant, pass_name, 2) for pass_name in ("forward", "backward") for variant in means
+    ]
+
+
+def test_without_a_name_to_be_relative_to_there_are_no_means(bench, tmp_path):
+    shown, found = bench("variants=[standard,sdpa_math]", "masks=[causal]", "lengths=[64]")
+    assert found["multiples"] == [] and "geometric" not in shown + (tmp_path / "measured" / "bench.md").read_text()
+
+
+def test_a_wrong_peer_has_no_speed_but_the_reason(bench, module):
+    module("other", attend=lambda *inputs, causal: 1.01 * right(*inputs, causal))
+    shown, found = bench("peers=[other:attend]", "masks=[causal]", "lengths=[64]")
+    rows = [row for row in found["measurements"] if row["variant"] == "other:attend"]
+    assert [row["tflops"] for row in rows] == [None, None]
+    assert all(row["no_speed"].startswith("check failed: out ") for row in rows)
+    assert "\nother:attend has no speed: check failed: out " in shown
+
+
+def test_a_peer_without_a_backward_has_a_forward_and_a_reason(bench, module, tmp_path):
+    def attend(q, k, v, causal):
+        if q.requires_grad:
+            raise RuntimeError("forward only")
+        return right(q, k, v, causal)
+
+    module("other", attend=attend)
+    shown, found = bench("peers=[other:attend]", "masks=[causal]", "lengths=[64]")
+    forward, backward = (row for row in found["measurements"] if row["variant"] == "other:attend")
+    assert forward["tflops"] and forward["detached"] and set(forward["check"]["deviations"]) == {"out"}
+    reason = "has no backward: it takes no inputs that require gradients (RuntimeError: forward only)"
+    assert backward["no_speed"] == reason and not backward["detached"]
+    text = (tmp_path / "measured" / "bench.md").read_text()
+    assert f"- other:attend {reason}\n" in text
+    assert "- other:attend takes no inputs that require gradients: it is timed on others\n" in text
+    assert re.search(r"\| `other:attend` \| [^|]+ ms\) \| - \|", text)
+    assert "has no speed" not in shown
+
+
+def test_where_only_a_peer_has_a_speed_the_command_has_measured(bench, module):
+    module("other", attend=right)
+    shown, _ = bench("variants=[sdpa_cudnn]", "peers=[other:attend]", "masks=[causal]", "lengths=[64]")
+    assert shown.endswith("\nsdpa_cudnn has no speed: runs on cuda, not on cpu\n")
+
+
+def test_a_module_named_as_a_variant_and_two_functions_of_one_module_stay_apart(bench, module):
+    module("standard", attend=right, attend_too=right)
+    names = ["standard", "standard:attend", "standard:attend_too"]
+    _, found = bench(f"variants={names[:1]}", f"peers=[{','.join(names[1:])}]", "masks=[causal]", "lengths=[64]")
+    assert [row["variant"] for row in found["measurements"]] == names * 2
+
+
+def test_relative_to_a_peer_that_is_not_measured_is_a_mistake(module):
+    module("other", attend=right)
+    assert mistake("peers=[other:attend]", "relative_to=flash_attn:flash_attn_func") == (
+        "relative_to is flash_attn:flash_attn_func; it must be one of the variants: standard, sdpa_math, sdpa_flash; "
+        "or of the peers: other:attend"
+    )
+
+
+def test_the_readmes_command_with_peers_runs(module, tmp_path):
+    """test_readme.py runs all that need no other package."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    (command,) = re.findall(r"`(python -m flashtrain\.bench [^`]*peers=[^`]*)`", readme)
+    module("flash_attn_interface", flash_attn_func=right)
+    module("flash_attn.cute", flash_attn_func=lambda *inputs, causal: (right(*inputs, causal), None))
+    run_command(" ".join(command.split()), *SMALL_BENCH, "lengths=[64]", "masks=[causal]", "output=measured")
+    text = (tmp_path / "measured" / "bench.md").read_text()
+    assert "`flash_attn_interface:flash_attn_func`" in text and "`flash_attn.cute:flash_attn_func`" in text
+
+
 def test_the_defaults_are_the_table_of_the_readme(monkeypatch):
     from flashtrain import bench
     from flashtrain.entry import main
@@ -267,4 +388,4 @@ def test_the_defaults_are_the_table_of_the_readme(monkeypatch):
     (config,) = received
     assert (config.lengths, config.head_dims, config.masks) == ([2048, 8192, 32768], [64, 128], ["causal", "full"])
     assert (config.tokens, config.hidden_size, config.dtype) == (32768, 2048, "bfloat16")
-    assert (config.variants, config.passes) == (None, ["forward", "backward"])
+    assert (config.variants, config.peers, config.passes) == (None, [], ["forward", "backward"])
