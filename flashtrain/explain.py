@@ -17,7 +17,7 @@ from flashtrain.entry import main
 from flashtrain.errors import UserError
 from flashtrain.kernels.attention import Intervals, refusal, tiles
 from flashtrain.performance.achievable import achievable
-from flashtrain.performance.attention import PASSES, Measurement, Problem, measure
+from flashtrain.performance.attention import PASSES, Problem, measure
 from flashtrain.performance.counters import count
 from flashtrain.performance.counting import Comparison, compare
 from flashtrain.performance.devices import DEVICES, Device, key_of
@@ -73,6 +73,8 @@ class ExplainConfig:
     counter_lengths: list[int] | None
     """Tokens in a row of calls whose bytes the hardware counts, against the model, where the device is here; null or
     []: none. Nsight Compute's ncu reads the counters."""
+    longest: float
+    """Seconds: a variant of which a pass must take longer at some length is not measured there."""
     warmup: int
     """Calls of each before the first reading, where there is a GPU."""
     rounds: int
@@ -103,6 +105,8 @@ class ExplainConfig:
                 problems.append(f"{name} has {', '.join(map(str, small))}; all must be at least 1")
         problems += once_each("lengths", self.lengths)
         problems += once_each("counter_lengths", self.counter_lengths) if self.counter_lengths else []
+        if self.longest < 0:
+            problems.append(f"longest is {self.longest}; it must be 0 or more")
         if self.warmup < 0:
             problems.append(f"warmup is {self.warmup}; it must be 0 or more")
         if not 0 <= self.seed < MOST_SEEDS:
@@ -139,7 +143,10 @@ def run(config: ExplainConfig) -> None:
     variants = [name for name in config.variants if name not in refused]
     cases: list[Case] = []
     for length in sorted({*config.lengths, config.length}):
-        cases += _cases(config, variants, length, device, masks, setting.rates, is_here)
+        predicted = _cases(config, variants, length, device, masks, setting.rates)
+        if is_here:
+            console.print(f"measuring at {length:,} tokens", highlight=False)
+        cases += _measured(config, predicted, masks) if is_here else predicted
     forward = {name: _forward(name, setting) for name in variants}
     operators = block(setting.shape, dtype, forward)
     by_hardware, remarks = _by_hardware(config, variants, masks, setting) if is_here else ([], [])
@@ -246,14 +253,13 @@ def _forward(variant: str, setting: Setting) -> Estimate:
 
 
 def _cases(
-    config: ExplainConfig, variants: list[str], length: int, device: Device, masks: Masks, rates: Rates, is_here: bool
+    config: ExplainConfig, variants: list[str], length: int, device: Device, masks: Masks, rates: Rates
 ) -> list[Case]:
-    """All variants and passes at one length, measured where the device is here."""
+    """All variants and passes at one length, not measured."""
     dtype, shape, problem = DTYPES[config.dtype], _shape(config, length), _problem(config, length)
     intervals = masks.intervals(config.mask, config.batch, length, "cpu")
     launch = _launch(config, device, intervals)
     visible = intervals.visible(config.batch, length, length)
-    measured = _measurements(config, problem, intervals, variants) if is_here else {}
     cases = []
     for pass_name in config.passes:
         once = compulsory(pass_name, shape, dtype)
@@ -267,10 +273,30 @@ def _cases(
                     work,
                     estimate(work, once, device, rates),
                     problem.flops(pass_name, visible),
-                    measured.get((variant, pass_name)),
+                    measurement=None,
                 )
             )
     return cases
+
+
+def _measured(config: ExplainConfig, cases: list[Case], masks: Masks) -> list[Case]:
+    """The cases of one length with what variants took, but for those that must take longer than `longest`."""
+    length = cases[0].length
+    too_long = {case.variant for case in cases if case.estimate.seconds > config.longest}
+    found = measure(
+        _problem(config, length),
+        masks.intervals(config.mask, config.batch, length, "cuda"),
+        list(dict.fromkeys(case.variant for case in cases if case.variant not in too_long)),
+        config.passes,
+        CudaClock(),
+        device="cuda",
+        dtype=DTYPES[config.dtype],
+        warmup=config.warmup,
+        rounds=config.rounds,
+        seed=config.seed,
+    )
+    measurements = {(one.variant, one.pass_name): one for one in found}
+    return [replace(case, measurement=measurements.get((case.variant, case.pass_name))) for case in cases]
 
 
 def _counted(config: ExplainConfig, variants: list[str], masks: Masks, console: Console) -> list[Comparison]:
@@ -296,29 +322,11 @@ def _by_hardware(
     estimates = {
         (case.variant, case.pass_name, length): case.estimate
         for length in lengths
-        for case in _cases(config, variants, length, setting.device, masks, setting.rates, is_here=False)
+        for case in _cases(config, variants, length, setting.device, masks, setting.rates)
     }
     problems = [_problem(config, length) for length in lengths]
     found, remarks = count(problems, masks, variants, config.passes, dtype=setting.dtype, seed=config.seed)
     return [Counted(estimates[one.variant, one.pass_name, one.length], one) for one in found], remarks
-
-
-def _measurements(
-    config: ExplainConfig, problem: Problem, intervals: Intervals, variants: list[str]
-) -> dict[tuple[str, str], Measurement]:
-    found = measure(
-        problem,
-        intervals.to("cuda"),
-        variants,
-        config.passes,
-        CudaClock(),
-        device="cuda",
-        dtype=DTYPES[config.dtype],
-        warmup=config.warmup,
-        rounds=config.rounds,
-        seed=config.seed,
-    )
-    return {(one.variant, one.pass_name): one for one in found}
 
 
 if __name__ == "__main__":
