@@ -30,7 +30,8 @@ def addressable(x_BSHD: Tensor) -> Tensor:
 
 
 def padded_head_dim(x_BSHD: Tensor) -> int:
-    return triton.next_power_of_2(max(x_BSHD.shape[-1], 16))
+    """What the kernels compute with: the next power of two from 16."""
+    return 1 << (max(x_BSHD.shape[-1], 16) - 1).bit_length()
 
 
 def view(x_BSHD: Tensor, rows: int, use_tma: bool) -> TensorDescriptor | tuple:

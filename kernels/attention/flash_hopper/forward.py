@@ -30,8 +30,9 @@ from .launch import ROWS, launch_of, view
 from .pipeline import fetch, give_turn, make_ring, release, take_turn, tiles_of, wait_for
 from .schedule import block_at, section, table, tile_at, tiles_of_program, visits
 
-# Named barriers; Triton takes 0, 1 and one for each partition but the first.
-Q_FREE, K_FREE, V_FREE, TURN = gl.constexpr(5), gl.constexpr(7), gl.constexpr(9), gl.constexpr(11)
+# Slots of each ring, and the first of the named barriers: Triton takes 0, 1 and one for each partition but the first.
+SLOTS: gl.constexpr = gl.constexpr(2)
+FIRST_BARRIER: gl.constexpr = gl.constexpr(5)
 
 
 @gluon.jit
@@ -72,12 +73,12 @@ def _scores_and_output(
     q_ring, k_ring, v_ring = rings
     k_ND = wait_for(k_ring, count + 1, needed=needed)
     if PING_PONG:
-        take_turn(TURN, CONSUMER)
+        take_turn(FIRST_BARRIER + 3 * SLOTS, CONSUMER)
     s_MN = warpgroup_mma(q_MD, k_ND.permute((1, 0)), _zeros(BLOCK_N), use_acc=False, is_async=True)
     v_ND = wait_for(v_ring, count)
     acc_MD = warpgroup_mma(p_MN, v_ND, acc_MD, is_async=True)
     if PING_PONG:
-        give_turn(TURN, CONSUMER, CONSUMERS)
+        give_turn(FIRST_BARRIER + 3 * SLOTS, CONSUMER, CONSUMERS)
     return s_MN, acc_MD
 
 
@@ -170,7 +171,7 @@ def _compute(
     out_buffer = out_buffers.index(CONSUMER)
     BLOCK_DV: gl.constexpr = out.block_shape[3]
     if PING_PONG and CONSUMER == CONSUMERS - 1:
-        give_turn(TURN, CONSUMER, CONSUMERS)
+        give_turn(FIRST_BARRIER + 3 * SLOTS, CONSUMER, CONSUMERS)
 
     begin, end = tiles_of_program(table_ptr)
     b, h, first, blocks = tile_at(table_ptr, begin, num_q_heads, mask, CONSUMERS * ROWS, BLOCK_N)
@@ -237,9 +238,9 @@ def _fwd_kernel(
     REGISTERS: gl.constexpr, ANY_MASKED: gl.constexpr,
 ):  # fmt: skip
     """Writes out and lse. Grid (programs,), each with the tiles that the table says."""
-    q_ring = make_ring(q, 2, CONSUMERS, CONSUMERS, Q_FREE if NAMED else None)
-    k_ring = make_ring(k, 2, 1, CONSUMERS, K_FREE if NAMED else None)
-    v_ring = make_ring(v, 2, 1, CONSUMERS, V_FREE if NAMED else None)
+    q_ring = make_ring(q, SLOTS, CONSUMERS, CONSUMERS, FIRST_BARRIER if NAMED else None)
+    k_ring = make_ring(k, SLOTS, 1, CONSUMERS, FIRST_BARRIER + SLOTS if NAMED else None)
+    v_ring = make_ring(v, SLOTS, 1, CONSUMERS, FIRST_BARRIER + 2 * SLOTS if NAMED else None)
     rings = (q_ring, k_ring, v_ring)
     out_buffers = tiles_of(out, CONSUMERS)
     fence_async_shared()

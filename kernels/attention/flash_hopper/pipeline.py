@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-WARP: gl.constexpr = gl.constexpr(32)
+# Threads.
 WARPGROUP: gl.constexpr = gl.constexpr(128)
 
 
@@ -28,11 +28,7 @@ def make_ring(desc, SLOTS: gl.constexpr, COPIES: gl.constexpr, CONSUMERS: gl.con
     """A ring whose slots hold COPIES blocks of a descriptor; NAMED is its first named barrier, None for mbarriers."""
     buffers = tiles_of(desc, SLOTS * COPIES)
     landed = _mbarriers(SLOTS, 1)
-    if NAMED is None:
-        free = _mbarriers(SLOTS, CONSUMERS)
-    else:
-        free = NAMED
-    return buffers, landed, free
+    return buffers, landed, _mbarriers(SLOTS, CONSUMERS) if NAMED is None else NAMED
 
 
 @gluon.jit
@@ -54,7 +50,7 @@ def fetch(ring, n, desc, b, h, row, CONSUMERS: gl.constexpr):
     if isinstance(free, gl.shared_memory_descriptor):
         mbarrier.wait(free.index(slot), (lap & 1) ^ 1)
     elif lap > 0:
-        _sync(free + slot, CONSUMERS * WARPGROUP + WARP)
+        _sync(free + slot, CONSUMERS * WARPGROUP + WARPGROUP // 4)
     mbarrier.expect(landed.index(slot), COPIES * desc.block_type.nbytes)
     for copy in gl.static_range(COPIES):
         buffer = buffers.index(slot * COPIES + copy)
@@ -80,7 +76,7 @@ def release(ring, n, CONSUMERS: gl.constexpr):
     if isinstance(free, gl.shared_memory_descriptor):
         mbarrier.arrive(free.index(slot))
     else:
-        _arrive(free + slot, CONSUMERS * WARPGROUP + WARP)
+        _arrive(free + slot, CONSUMERS * WARPGROUP + WARPGROUP // 4)
 
 
 @gluon.jit

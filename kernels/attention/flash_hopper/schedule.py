@@ -113,8 +113,4 @@ def block_at(visit, blocks):
     """Block number of a visit: those that need a mask come first."""
     begin, free_begin, free_end, end = blocks
     masked = end - begin - (free_end - free_begin)
-    if visit < masked:
-        block = block_of_step(begin + visit, blocks, True)
-    else:
-        block = free_begin + visit - masked
-    return block
+    return block_of_step(begin + visit, blocks, True) if visit < masked else free_begin + visit - masked
