@@ -117,17 +117,14 @@ def _found_wrong(name: str) -> str | None:
     return None if wrong is None else wrong()
 
 
-# flex is never tried: what it serves flash_v2 serves too, without compiling for seconds at each new shape.
+# flex is never tried: what it serves flash_v2 serves too, without compiling for seconds at each new shape. Nor is
+# flash_hopper, until its trial has been seen on a GPU.
 def _fastest_first(spec: AttentionSpec) -> tuple[str, ...]:
     if spec.device_type != "cuda":
         return ("sdpa_flash", "sdpa_math", "standard")
     if spec.dtype.itemsize > 2:
         return ("sdpa_efficient", "flash_v2", "sdpa_math", "standard")
-    if spec.sm == 90:
-        # flash_hopper's backward is flash_v2's: cuDNN's saves more on it than flash_hopper's forward on cuDNN's.
-        fastest = ("sdpa_cudnn", "flash_hopper") if spec.needs_grad else ("flash_hopper", "sdpa_cudnn")
-        return (*fastest, "flash_v2", "sdpa_flash", "sdpa_efficient", "sdpa_math", "standard")
-    if spec.sm is not None and spec.sm > 90:
+    if spec.sm is not None and spec.sm >= 90:
         return ("sdpa_cudnn", "flash_v2", "sdpa_flash", "sdpa_efficient", "sdpa_math", "standard")
     return ("flash_v2", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "standard")
 
