@@ -1,6 +1,7 @@
 """`python -m flashtrain.explain` from the command line to its files, on a machine without a GPU."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import matplotlib.image
@@ -102,12 +103,27 @@ def test_the_text_is_right_where_others_err(explain):
     assert all(" ".join(paragraph.split()) in told for paragraph in found["text"])
 
 
-def test_the_text_follows_the_numbers(explain):
-    """At 128 tokens S fits into L2; at 16k, with 16 heads, neither S nor flash_v1's carried rows do."""
-    shown, _ = explain("length=16384", "lengths=[16384]", "num_heads=16", "head_dim=128", "passes=[forward]")
-    told = " ".join(shown.split())
-    assert "standard forward: 2,199 GFLOP" in told and "It does not fit, so HBM sees all that is asked for" in told
-    assert "bound by memory" in told and "on the 15% of the SMs that it has programs for" in told
+def test_the_text_follows_the_numbers(explain, tmp_path):
+    """The A100's L2 has halves of 20 MiB. At 128 tokens all fits one; at 16k what flash_v2 reads again does. What
+    flash_v1 reads again at 4k in 8 heads is 24 MiB. At 64k flash_v2's keys and values do not fit."""
+
+    def told(*overrides):
+        shown, _ = explain("head_dim=128", *overrides)
+        shutil.rmtree(tmp_path / "told")
+        return " ".join(shown.split())
+
+    small = told()
+    assert small.count("All fit, so HBM need see each input and output once") == 6
+    large = told("length=16384", "lengths=[16384]", "num_heads=16")
+    assert "standard forward: 2,199 GFLOP" in large and "half of L2, 20.0 MiB, is sure to keep" in large
+    assert large.count("No pass reads anything twice, so HBM sees all that is asked for: ") == 2
+    assert large.count("That does not fit, so HBM sees all that is asked for: ") == 2
+    assert large.count("That fits, so HBM need see each matrix once in a pass: ") == 2
+    assert "bound by memory" in large and "on the 15% of the SMs that it has programs for" in large
+    partly = told("length=4096", "lengths=[4096]", "num_heads=8", "variants=[flash_v1]", "passes=[forward]")
+    assert "HBM sees all that is asked for, but for what the other half of L2 serves" in partly
+    longest = told("length=65536", "lengths=[65536]", "num_heads=1", "variants=[flash_v2]", "passes=[forward]")
+    assert "That does not fit, but 108 programs side by side read the same blocks" in longest
 
 
 def test_passes_that_a_mask_adds_are_named(explain):

@@ -253,6 +253,8 @@ def as_row(case: Case) -> dict[str, object]:
         "visible_flops": case.visible_flops,
         "asked_bytes": found.asked_bytes,
         "compulsory_bytes": found.compulsory_bytes,
+        "touched_bytes": found.touched_bytes,
+        "stays_in_l2": found.stays_in_l2,
         "reused_bytes": found.reused_bytes,
         "fits_l2": found.fits_l2,
         "sharers": found.sharers,

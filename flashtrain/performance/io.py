@@ -1,9 +1,10 @@
 """The model of what attention moves and computes: elements between HBM and the chip, and FLOPs, by algorithm.
 
 It counts what a program asks of global memory: the loads and stores of its loops over tiles, cut off at the ends of
-a matrix, with every repeat. Some of that is served by L2, never by HBM; `compulsory` is the other end, each matrix
-once. counting.py counts the same of programs that run, and the tests hold both to one number. FLOPs are those of the
-matrix products, of whole tiles where there are tiles; exponentials and the rest are left out.
+a matrix, with every repeat. Some of that is served by L2, never by HBM (roofline.py); `compulsory` is the other end,
+each matrix once. counting.py counts the same of programs that run, and the tests hold both to one number, but for
+`WITHIN_SOFTMAX`. FLOPs are those of the matrix products, of whole tiles where there are tiles; exponentials and the
+rest are left out.
 
 N is the length, d the head dimension and M the SRAM in elements, as in FlashAttention (arXiv 2205.14135).
 """
@@ -19,6 +20,11 @@ from flashtrain.performance.traffic import READ, WRITE, Transfer
 VARIANTS = ("standard", "flash_v1", "flash_v2")
 FLOAT_BYTES = 4  # of statistics of a row, bounds, and flash_v1's O and dQ while they grow
 MASK_BYTES = 1
+
+WITHIN_SOFTMAX = "P*dP within PyTorch's CUDA softmax backward"
+"""The pass of what dS's operator moves besides on a GPU, unseen from outside: it writes the product of P and dP as a
+matrix, and reads that and P once more for dS. On CPUs there is no such pass.
+Source: softmax_backward_cuda_out in PyTorch's aten/src/ATen/native/cuda/SoftMax.cu."""
 
 
 @dataclass(frozen=True)
@@ -56,24 +62,45 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one pass of a variant does."""
+class Pass:
+    """A kernel, or an operator of PyTorch: passes run one after the other."""
 
-    flops: int
+    name: str
     transfers: tuple[Transfer, ...]
-    reused_bytes: int
-    """What is read again and again while a head of a row is worked on; of PyTorch's operators, S whole."""
-    heads: int
+    """What it asks for."""
+    flops: int = 0
+    reused_bytes: int = 0
+    """What it reads again and again while it works on a head; PyTorch's operators are taken to read all just once."""
+    heads: int = 1
     """Of all rows; the programs of a head run side by side, then those of the next. 1 for PyTorch's operators."""
-    programs: int | None
+    programs: int | None = None
     """Of a head; None: as many as PyTorch wants."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a variant does, forward or backward."""
+
+    passes: tuple[Pass, ...]
+    matrices: dict[str, int]
+    """Elements of every matrix that a pass may ask for, each once."""
+
+    @property
+    def flops(self) -> int:
+        return sum(one.flops for one in self.passes)
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What all passes ask for."""
+        return tuple(transfer for one in self.passes for transfer in one.transfers)
 
 
 def predict(
     variant: str, pass_name: str, shape: Shape, intervals: Intervals, dtype: torch.dtype, launch: Launch
 ) -> Work:
     """The work of a variant (one of `VARIANTS`) in a pass, forward or backward; lengths from 1."""
-    return _MODELS[variant, pass_name](shape, intervals, dtype.itemsize, launch)
+    passes = _MODELS[variant, pass_name](shape, intervals, dtype.itemsize, launch)
+    return Work(tuple(passes), _matrices(shape) | _of_mask(shape, intervals))
 
 
 def compulsory(pass_name: str, shape: Shape, dtype: torch.dtype) -> tuple[Transfer, ...]:
@@ -94,16 +121,30 @@ def flash_elements(N: int, d: int, M: int) -> float:
     return N * N * d * d / M
 
 
+def _matrices(shape: Shape) -> dict[str, int]:
+    """Elements of every matrix and vector but a mask's."""
+    of_queries = dict.fromkeys(("Q", "O", "dO", "dQ"), shape.q_rows * shape.head_dim)
+    of_keys = dict.fromkeys(("K", "V", "dK", "dV"), shape.kv_rows * shape.head_dim)
+    scores = dict.fromkeys(("S", "P", "dS", "dP", "P*dP"), shape.q_rows * shape.kv_len)
+    statistics = dict.fromkeys(("LSE", "dLSE", "l", "m", "log(l)", "delta", "lse2"), shape.q_rows)
+    return of_queries | of_keys | scores | statistics
+
+
+def _of_mask(shape: Shape, intervals: Intervals) -> dict[str, int]:
+    """lo and hi of every query or key; and three matrices, lo <= j, j < hi and both."""
+    return {
+        "bounds": 2 * _mask_rows(intervals) * max(shape.q_len, shape.kv_len),
+        "mask": 3 * _mask_elements(shape, intervals),
+    }
+
+
 class _Asked:
     """Makes the transfers of one pass."""
 
     def __init__(self, pass_name: str, shape: Shape, itemsize: int):
         self._pass_name = pass_name
         self._itemsize = itemsize
-        of_queries = dict.fromkeys(("Q", "O", "dO", "dQ"), shape.q_rows * shape.head_dim)
-        of_keys = dict.fromkeys(("K", "V", "dK", "dV"), shape.kv_rows * shape.head_dim)
-        scores = dict.fromkeys(("S", "P", "dS", "dP"), shape.q_rows * shape.kv_len)
-        self._whole = of_queries | of_keys | scores
+        self._whole = _matrices(shape)
 
     def read(self, *matrices: str) -> list[Transfer]:
         """Each matrix whole."""
@@ -119,6 +160,10 @@ class _Asked:
     def parts(self, matrices: str, direction: str, elements: int, element_bytes: int | None = None) -> list[Transfer]:
         """As many elements of each of some matrices, named with blanks between."""
         return [self.part(matrix, direction, elements, element_bytes) for matrix in matrices.split()]
+
+    def as_pass(self, *transfers: Transfer, **how: int) -> Pass:
+        """With the other fields of `Pass`."""
+        return Pass(self._pass_name, transfers, **how)
 
 
 @dataclass(frozen=True)
@@ -167,15 +212,15 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _standard_forward(shape: Shape, intervals: Intervals, itemsize: int, launch: Launch) -> Work:
-    passes = _Passes(shape, itemsize)
+def _standard_forward(shape: Shape, intervals: Intervals, itemsize: int, launch: Launch) -> list[Pass]:
+    passes = _Operators(shape, itemsize)
     masked, empty = not intervals.is_full, intervals.may_have_empty_rows(shape.q_len, shape.kv_len)
     mask = _mask_elements(shape, intervals)
     if _queries_are_copied(shape):
         passes.add("copy Q", "Q", "Q")
     if _keys_are_copied(shape):
         passes.add("copy K and V", "K V", "K V")
-    passes.add("S = scale Q K^T", "Q K", "S")
+    passes.add_product("S = scale Q K^T", "Q K", "S")
     if masked:
         # lo <= j, j < hi, and both.
         passes.add("make the mask", "", "", mask_read=2 * mask, mask_written=3 * mask)
@@ -186,58 +231,55 @@ def _standard_forward(shape: Shape, intervals: Intervals, itemsize: int, launch:
     passes.add("P = softmax(S)", "S", "P")
     if empty:
         passes.add("clear empty rows of P", "P", "P")
-    passes.add("O = P V", "P V", "O")
-    return _standard_work(2, shape, itemsize, passes)
+    passes.add_product("O = P V", "P V", "O")
+    return passes.added
 
 
-def _standard_backward(shape: Shape, intervals: Intervals, itemsize: int, launch: Launch) -> Work:
-    passes = _Passes(shape, itemsize)
+def _standard_backward(shape: Shape, intervals: Intervals, itemsize: int, launch: Launch) -> list[Pass]:
+    passes = _Operators(shape, itemsize)
     masked, empty = not intervals.is_full, intervals.may_have_empty_rows(shape.q_len, shape.kv_len)
     if _queries_are_copied(shape):
         passes.add("copy dO", "dO", "dO")
-    passes.add("dV = P^T dO", "P dO", "dV")
-    passes.add("dP = dO V^T", "dO V", "dP")
+    passes.add_product("dV = P^T dO", "P dO", "dV")
+    passes.add_product("dP = dO V^T", "dO V", "dP")
     if empty:
         passes.add("clear empty rows of dP", "dP", "dP")
+    passes.add(WITHIN_SOFTMAX, "P P*dP", "P*dP")
     passes.add("dS = P (dP - rowsum(P dP))", "dP P", "dS")
     if empty:
         passes.add("clear empty rows of dS", "dS", "dS")
     if masked:
         passes.add("mask dS", "dS", "dS", mask_read=_mask_elements(shape, intervals))
-    passes.add("dQ = dS K", "dS K", "dQ")
+    passes.add_product("dQ = dS K", "dS K", "dQ")
     passes.add("scale dQ", "dQ", "dQ")
-    passes.add("dK = dS^T Q", "dS Q", "dK")
+    passes.add_product("dK = dS^T Q", "dS Q", "dK")
     passes.add("scale dK", "dK", "dK")
-    return _standard_work(4, shape, itemsize, passes)
+    return passes.added
 
 
-class _Passes:
+class _Operators:
     """The passes of `standard`, in order: matrices read and written whole, named with blanks between."""
 
     def __init__(self, shape: Shape, itemsize: int):
         self._shape = shape
         self._itemsize = itemsize
-        self.transfers: list[Transfer] = []
+        self.added: list[Pass] = []
 
-    def add(self, name: str, read: str, written: str, mask_read: int = 0, mask_written: int = 0) -> None:
+    def add(
+        self, name: str, read: str, written: str, flops: int = 0, mask_read: int = 0, mask_written: int = 0
+    ) -> None:
         asked = _Asked(name, self._shape, self._itemsize)
-        self.transfers += asked.read(*read.split())
+        transfers = asked.read(*read.split())
         if mask_read:
-            self.transfers.append(asked.part("mask", READ, mask_read, MASK_BYTES))
+            transfers.append(asked.part("mask", READ, mask_read, MASK_BYTES))
         if mask_written:
-            self.transfers.append(asked.part("mask", WRITE, mask_written, MASK_BYTES))
-        self.transfers += asked.write(*written.split())
+            transfers.append(asked.part("mask", WRITE, mask_written, MASK_BYTES))
+        transfers += asked.write(*written.split())
+        self.added.append(asked.as_pass(*transfers, flops=flops))
 
-
-def _standard_work(products: int, shape: Shape, itemsize: int, passes: _Passes) -> Work:
-    scores = shape.q_rows * shape.kv_len
-    return Work(
-        flops=products * _product(scores, 1, shape.head_dim),
-        transfers=tuple(passes.transfers),
-        reused_bytes=scores * itemsize,
-        heads=1,
-        programs=None,
-    )
+    def add_product(self, name: str, read: str, written: str) -> None:
+        shape = self._shape
+        self.add(name, read, written, flops=_product(shape.q_rows, shape.kv_len, shape.head_dim))
 
 
 def _queries_are_copied(shape: Shape) -> bool:
@@ -249,63 +291,70 @@ def _keys_are_copied(shape: Shape) -> bool:
     return shape.batch > 1 and shape.num_kv_heads > 1
 
 
+def _mask_rows(intervals: Intervals) -> int:
+    """Rows of a batch, if they see differently, or one for all."""
+    return 1 if intervals.bounds is None else intervals.bounds.keys.shape[1]
+
+
 def _mask_elements(shape: Shape, intervals: Intervals) -> int:
-    rows = 1 if intervals.bounds is None else intervals.bounds.keys.shape[1]
-    return rows * shape.q_len * shape.kv_len
+    return _mask_rows(intervals) * shape.q_len * shape.kv_len
 
 
-def _flash_v1_forward(shape: Shape, intervals: Intervals, itemsize: int, launch: Launch) -> Work:
+def _flash_v1_forward(shape: Shape, intervals: Intervals, itemsize: int, launch: Launch) -> list[Pass]:
     D, heads = shape.head_dim, shape.num_q_heads
     B_r, B_c = block_sizes(launch.sram_elements, padded(D))
     seen = _visits(shape, intervals, B_c, B_r, by_keys=True)
     rows = heads * seen.rows  # of Q, O, l and m: all that a block of keys meets, in each head, for each block
     start, kernel, finish = (_Asked(name, shape, itemsize) for name in ("start", "forward", "finish"))
     statistics = shape.q_rows
-    return Work(
-        flops=2 * heads * seen.steps * _product(B_r, B_c, padded(D)),
-        transfers=(
+    return [
+        start.as_pass(
             start.part("O", WRITE, statistics * D, FLOAT_BYTES),
             *start.parts("l m", WRITE, statistics, FLOAT_BYTES),
+        ),
+        kernel.as_pass(
             *kernel.parts("K V", READ, shape.batch * heads * shape.kv_len * D),
             kernel.part("Q", READ, rows * D),
             kernel.part("O", READ, rows * D, FLOAT_BYTES),
             *kernel.parts("l m", READ, rows, FLOAT_BYTES),
             kernel.part("O", WRITE, rows * D, FLOAT_BYTES),
             *kernel.parts("l m", WRITE, rows, FLOAT_BYTES),
+            flops=2 * heads * seen.steps * _product(B_r, B_c, padded(D)),
+            reused_bytes=shape.q_len * (D * (itemsize + FLOAT_BYTES) + 2 * FLOAT_BYTES),
+            heads=shape.batch * heads,
+            programs=1,
+        ),
+        finish.as_pass(
             *_rounded(finish, "O", statistics * D, itemsize),
             # log l is a matrix of its own before it meets m.
             *finish.parts("l m log(l)", READ, statistics, FLOAT_BYTES),
             *finish.parts("log(l) LSE", WRITE, statistics, FLOAT_BYTES),
         ),
-        reused_bytes=shape.q_len * (D * (itemsize + FLOAT_BYTES) + 2 * FLOAT_BYTES),
-        heads=shape.batch * heads,
-        programs=1,
-    )
+    ]
 
 
-def _flash_v1_backward(shape: Shape, intervals: Intervals, itemsize: int, launch: Launch) -> Work:
+def _flash_v1_backward(shape: Shape, intervals: Intervals, itemsize: int, launch: Launch) -> list[Pass]:
     D, heads = shape.head_dim, shape.num_q_heads
     B_r, B_c = block_sizes(launch.sram_elements, padded(D))
     seen = _visits(shape, intervals, B_c, B_r, by_keys=True)
     rows = heads * seen.rows
     start, kernel, finish = (_Asked(name, shape, itemsize) for name in ("start", "backward", "finish"))
-    return Work(
-        flops=5 * heads * seen.steps * _product(B_r, B_c, padded(D)),
-        transfers=(
-            start.part("dQ", WRITE, shape.q_rows * D, FLOAT_BYTES),
-            *start.write("dK", "dV"),
+    return [
+        start.as_pass(start.part("dQ", WRITE, shape.q_rows * D, FLOAT_BYTES), *start.write("dK", "dV")),
+        kernel.as_pass(
             *kernel.read("K", "V"),
             *kernel.parts("Q O dO", READ, rows * D),
             kernel.part("dQ", READ, rows * D, FLOAT_BYTES),
             *kernel.parts("LSE dLSE", READ, rows, FLOAT_BYTES),
             kernel.part("dQ", WRITE, rows * D, FLOAT_BYTES),
             *kernel.write("dK", "dV"),
-            *_rounded(finish, "dQ", shape.q_rows * D, itemsize),
+            flops=5 * heads * seen.steps * _product(B_r, B_c, padded(D)),
+            reused_bytes=shape.group_size * shape.q_len * (D * (3 * itemsize + FLOAT_BYTES) + 2 * FLOAT_BYTES),
+            heads=shape.batch * shape.num_kv_heads,
+            programs=1,
         ),
-        reused_bytes=shape.group_size * shape.q_len * (D * (3 * itemsize + FLOAT_BYTES) + 2 * FLOAT_BYTES),
-        heads=shape.batch * shape.num_kv_heads,
-        programs=1,
-    )
+        finish.as_pass(*_rounded(finish, "dQ", shape.q_rows * D, itemsize)),
+    ]
 
 
 def _rounded(asked: _Asked, matrix: str, elements: int, itemsize: int) -> list[Transfer]:
@@ -315,53 +364,60 @@ def _rounded(asked: _Asked, matrix: str, elements: int, itemsize: int) -> list[T
     return [asked.part(matrix, READ, elements, FLOAT_BYTES), asked.part(matrix, WRITE, elements)]
 
 
-def _flash_v2_forward(shape: Shape, intervals: Intervals, itemsize: int, launch: Launch) -> Work:
+def _flash_v2_forward(shape: Shape, intervals: Intervals, itemsize: int, launch: Launch) -> list[Pass]:
     D, heads, tile = shape.head_dim, shape.num_q_heads, launch.tiles.forward
     seen = _visits(shape, intervals, tile.BLOCK_M, tile.BLOCK_N)
     kernel = _Asked("forward", shape, itemsize)
-    return Work(
-        flops=2 * heads * seen.steps * _product(tile.BLOCK_M, tile.BLOCK_N, padded(D)),
-        transfers=(
+    return [
+        kernel.as_pass(
             *kernel.read("Q"),
             *kernel.parts("K V", READ, heads * seen.rows * D),
             *kernel.write("O"),
             kernel.part("LSE", WRITE, shape.q_rows, FLOAT_BYTES),
             *seen.bounds(kernel, heads, shape.q_rows),
-        ),
-        reused_bytes=2 * shape.kv_len * D * itemsize,
-        heads=shape.batch * heads,
-        programs=-(-shape.q_len // tile.BLOCK_M),
-    )
+            flops=2 * heads * seen.steps * _product(tile.BLOCK_M, tile.BLOCK_N, padded(D)),
+            reused_bytes=2 * shape.kv_len * D * itemsize,
+            heads=shape.batch * heads,
+            programs=-(-shape.q_len // tile.BLOCK_M),
+        )
+    ]
 
 
-def _flash_v2_backward(shape: Shape, intervals: Intervals, itemsize: int, launch: Launch) -> Work:
+def _flash_v2_backward(shape: Shape, intervals: Intervals, itemsize: int, launch: Launch) -> list[Pass]:
     D, heads, kv_heads = shape.head_dim, shape.num_q_heads, shape.num_kv_heads
     delta, dkdv, dq = (_Asked(name, shape, itemsize) for name in ("delta", "dK, dV", "dQ"))
     key_tile, query_tile = launch.tiles.dkdv, launch.tiles.dq
     queries = _visits(shape, intervals, key_tile.BLOCK_N, key_tile.BLOCK_M, by_keys=True)
     keys = _visits(shape, intervals, query_tile.BLOCK_M, query_tile.BLOCK_N)
-    return Work(
-        flops=4 * heads * queries.steps * _product(key_tile.BLOCK_M, key_tile.BLOCK_N, padded(D))
-        + 3 * heads * keys.steps * _product(query_tile.BLOCK_M, query_tile.BLOCK_N, padded(D)),
-        transfers=(
+    return [
+        delta.as_pass(
             *delta.read("O", "dO"),
             *delta.parts("LSE dLSE", READ, shape.q_rows, FLOAT_BYTES),
             *delta.parts("delta lse2", WRITE, shape.q_rows, FLOAT_BYTES),
+        ),
+        dkdv.as_pass(
             *dkdv.read("K", "V"),
             *dkdv.parts("Q dO", READ, heads * queries.rows * D),
             *dkdv.parts("lse2 delta", READ, heads * queries.rows, FLOAT_BYTES),
             *dkdv.write("dK", "dV"),
             *queries.bounds(dkdv, kv_heads, shape.kv_rows),
+            flops=4 * heads * queries.steps * _product(key_tile.BLOCK_M, key_tile.BLOCK_N, padded(D)),
+            reused_bytes=2 * shape.group_size * shape.q_len * (D * itemsize + FLOAT_BYTES),
+            heads=shape.batch * kv_heads,
+            programs=-(-shape.kv_len // key_tile.BLOCK_N),
+        ),
+        dq.as_pass(
             *dq.read("Q", "dO"),
             *dq.parts("lse2 delta", READ, shape.q_rows, FLOAT_BYTES),
             *dq.parts("K V", READ, heads * keys.rows * D),
             *dq.write("dQ"),
             *keys.bounds(dq, heads, shape.q_rows),
+            flops=3 * heads * keys.steps * _product(query_tile.BLOCK_M, query_tile.BLOCK_N, padded(D)),
+            reused_bytes=2 * shape.kv_len * D * itemsize,
+            heads=shape.batch * heads,
+            programs=-(-shape.q_len // query_tile.BLOCK_M),
         ),
-        reused_bytes=2 * max(shape.kv_len, shape.group_size * shape.q_len) * D * itemsize,
-        heads=shape.batch * kv_heads,
-        programs=-(-shape.kv_len // key_tile.BLOCK_N),
-    )
+    ]
 
 
 _MODELS = {

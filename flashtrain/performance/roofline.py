@@ -1,9 +1,11 @@
 """The least time that some work can take on a device: its FLOPs at the peak rate, or its bytes at the bandwidth.
 
-Which bytes HBM sees lies between two counts: each matrix once (compulsory), and all that the program asks for. Where
-all that is read again fits into L2 together, the first is used. Where it does not, programs of one head that run side
-by side are taken to read the same blocks at the same time, so that what is asked for more than once comes from HBM once
-for all of them: for flash_v1, with one program a head, and for operators of PyTorch that is all that is asked for.
+Which bytes HBM sees lies between each matrix once (compulsory) and all that is asked for, every repeat of it. Where
+all matrices of a call together stay in L2 (`Device.l2_kept_bytes`), HBM sees what is compulsory. Where they do not, a
+pass finds nothing in L2 that an earlier one left there, and HBM sees the sum over the passes. Of each pass it sees each
+of its matrices once, if what the pass reads again and again stays in L2. If that does not, programs of one head that
+run side by side are taken to read the same blocks at the same time, so that what is asked for more than once comes from
+HBM once for all of them: for flash_v1, with one program a head, that is all that is asked for.
 Source: Williams, Waterman and Patterson 2009 (roofline).
 """
 
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from flashtrain.performance.devices import Device
-from flashtrain.performance.io import Work
+from flashtrain.performance.io import Pass, Work
 from flashtrain.performance.traffic import Transfer, total_bytes
 
 COMPUTE, MEMORY = "compute", "memory"
@@ -46,25 +48,25 @@ def nominal(device: Device, dtype: torch.dtype) -> Rates:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The floor of one pass."""
+    """The floor of a variant's work, forward or backward."""
 
     flops: int
     asked_bytes: int
     compulsory_bytes: int
+    touched_bytes: int
+    """All matrices, each once, with those that are made and used up."""
+    stays_in_l2: bool
+    """Whether all of them stay in L2 from pass to pass."""
     reused_bytes: int
-    """What is read again by all programs that run at a time."""
+    """What all programs that run at a time read again, in the pass where that is most."""
     fits_l2: bool
-    """Whether that fits into L2."""
+    """Whether that stays in L2."""
     sharers: int
-    """Programs side by side that read the same."""
+    """Programs of that pass side by side that read the same."""
+    hbm_bytes: int
     share_of_sms: float
-    """Of the SMs that have a program to run, of which each has its share of the rate."""
+    """Of the SMs that have a program to run, of which each has its share of the rate; over the FLOPs of all passes."""
     rates: Rates
-
-    @property
-    def hbm_bytes(self) -> int:
-        once = min(self.compulsory_bytes, self.asked_bytes)
-        return once if self.fits_l2 else once + (self.asked_bytes - once) // self.sharers
 
     @property
     def intensity(self) -> float:
@@ -82,16 +84,61 @@ class Estimate:
 
 def estimate(work: Work, compulsory: tuple[Transfer, ...], device: Device, rates: Rates) -> Estimate:
     """The floor of some work whose inputs and outputs are `compulsory`."""
-    heads = work.heads if work.programs is None else min(work.heads, -(-device.num_sms // work.programs))
-    reused_bytes = heads * work.reused_bytes
-    busy = device.num_sms if work.programs is None else min(device.num_sms, work.heads * work.programs)
+    asked_bytes, compulsory_bytes = total_bytes(work.transfers), total_bytes(compulsory)
+    touched_bytes = _touched_bytes(work)
+    stays_in_l2 = touched_bytes <= device.l2_kept_bytes
+    if stays_in_l2:
+        hbm_bytes = min(compulsory_bytes, asked_bytes)
+    else:
+        hbm_bytes = sum(_hbm_bytes(one, work.matrices, device) for one in work.passes)
+    most = max(work.passes, key=lambda one: _reused_bytes(one, device))
     return Estimate(
         flops=work.flops,
-        asked_bytes=total_bytes(work.transfers),
-        compulsory_bytes=total_bytes(compulsory),
-        reused_bytes=reused_bytes,
-        fits_l2=reused_bytes <= device.l2_bytes,
-        sharers=1 if work.programs is None else min(device.num_sms, work.programs),
-        share_of_sms=busy / device.num_sms,
+        asked_bytes=asked_bytes,
+        compulsory_bytes=compulsory_bytes,
+        touched_bytes=touched_bytes,
+        stays_in_l2=stays_in_l2,
+        reused_bytes=_reused_bytes(most, device),
+        fits_l2=_fits_l2(most, device),
+        sharers=_sharers(most, device),
+        hbm_bytes=hbm_bytes,
+        share_of_sms=work.flops / sum(one.flops / _share_of_sms(one, device) for one in work.passes),
         rates=rates,
     )
+
+
+def _touched_bytes(work: Work) -> int:
+    """Of distinct matrices; one in two dtypes is two."""
+    largest: dict[tuple[str, int], int] = {}
+    for one in work.transfers:
+        key = one.matrix, one.element_bytes
+        largest[key] = max(largest.get(key, 0), _once_bytes(one, work.matrices))
+    return sum(largest.values())
+
+
+def _hbm_bytes(one: Pass, matrices: dict[str, int], device: Device) -> int:
+    """Of a pass that finds nothing in L2 when it begins."""
+    asked, once = total_bytes(one.transfers), sum(_once_bytes(transfer, matrices) for transfer in one.transfers)
+    return once if _fits_l2(one, device) else once + (asked - once) // _sharers(one, device)
+
+
+def _once_bytes(transfer: Transfer, matrices: dict[str, int]) -> int:
+    return min(transfer.elements, matrices[transfer.matrix]) * transfer.element_bytes
+
+
+def _reused_bytes(one: Pass, device: Device) -> int:
+    """What the programs that run at a time read again and again."""
+    heads = one.heads if one.programs is None else min(one.heads, -(-device.num_sms // one.programs))
+    return heads * one.reused_bytes
+
+
+def _fits_l2(one: Pass, device: Device) -> bool:
+    return _reused_bytes(one, device) <= device.l2_kept_bytes
+
+
+def _sharers(one: Pass, device: Device) -> int:
+    return 1 if one.programs is None else min(device.num_sms, one.programs)
+
+
+def _share_of_sms(one: Pass, device: Device) -> float:
+    return 1 if one.programs is None else min(1, one.heads * one.programs / device.num_sms)

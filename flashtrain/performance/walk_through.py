@@ -1,6 +1,7 @@
 """One setting in words: what each algorithm moves and computes, and why. Every sentence holds for any numbers."""
 
 from flashtrain.kernels.attention import block_sizes
+from flashtrain.performance.devices import Device
 from flashtrain.performance.explanation import Case, Counted, Setting, at_length, data_size, duration, figure
 from flashtrain.performance.io import flash_elements, padded, standard_elements
 from flashtrain.performance.roofline import Estimate
@@ -47,22 +48,35 @@ def _of_case(case: Case, setting: Setting) -> str:
         f"{case.variant} {case.pass_name}: {found.flops / 1e9:,.4g} GFLOP, {data_size(found.asked_bytes)} asked for, "
         f"{data_size(found.compulsory_bytes)} if each matrix moved once. {_of_loops(case, setting)} "
     )
-    text += f"What is read again while it runs is {data_size(found.reused_bytes)}; L2 holds "
-    text += f"{data_size(setting.device.l2_bytes)}. "
-    if found.fits_l2:
-        text += f"It fits, so HBM need see each matrix once: {data_size(found.hbm_bytes)}. "
-    elif found.sharers > 1:
-        text += (
-            f"It does not fit, but {found.sharers} programs side by side read the same blocks, so HBM need see them "
-            f"once for all of these: {data_size(found.hbm_bytes)}. "
-        )
-    else:
-        text += f"It does not fit, so HBM sees all that is asked for: {data_size(found.hbm_bytes)}. "
+    text += f"{_of_l2(found, setting.device)}: {data_size(found.hbm_bytes)}. "
     sms = "" if found.share_of_sms == 1 else f" on the {found.share_of_sms:.0%} of the SMs that it has programs for"
     return text + (
         f"{figure(found.intensity)} FLOPs for each byte: bound by {found.bound}{sms}, at least "
         f"{duration(found.seconds)}."
     )
+
+
+def _of_l2(found: Estimate, device: Device) -> str:
+    """Why HBM sees as much as it does."""
+    text = (
+        f"Its matrices are {data_size(found.touched_bytes)} in all; half of L2, {data_size(device.l2_kept_bytes)}, is "
+        "sure to keep what SMs of both halves use. "
+    )
+    if found.stays_in_l2:
+        return text + "All fit, so HBM need see each input and output once"
+    text += "Not all fit, so each pass takes its own from HBM. "
+    if not found.reused_bytes:
+        return text + "No pass reads anything twice, so HBM sees all that is asked for"
+    text += f"What a pass reads again and again is {data_size(found.reused_bytes)} at most. "
+    if found.fits_l2:
+        return text + "That fits, so HBM need see each matrix once in a pass"
+    if found.sharers > 1:
+        return text + (
+            f"That does not fit, but {found.sharers} programs side by side read the same blocks, so HBM need see them "
+            "once for all of these"
+        )
+    served = ", but for what the other half of L2 serves" if found.reused_bytes <= device.l2_bytes else ""
+    return text + f"That does not fit, so HBM sees all that is asked for{served}"
 
 
 def _of_loops(case: Case, setting: Setting) -> str:
@@ -134,5 +148,9 @@ def _of_counters(counted: list[Counted]) -> list[str]:
             f"({furthest.counters.pass_name}, {furthest.counters.length:,} tokens), and {min(shares):.1%} to "
             f"{max(shares):.1%} as many bytes as went through L2."
         )
-    sentences.append("What is asked for again while L2 still holds it is served there, and DRAM does not see it.")
+    sentences.append(
+        "What is asked for again while L2 still holds it is served there, and DRAM does not see it. The model counts "
+        "on half of L2, and on nothing that an earlier pass left there unless all matrices fit that half: where L2 "
+        "keeps more, DRAM moves less than the model says."
+    )
     return [" ".join(sentences)]

@@ -8,6 +8,7 @@ from flashtrain.performance.devices import DEVICES, key_of
 def test_figures_are_of_their_units(device):
     assert 1e12 < device.hbm_bandwidth < 1e13 and 1e10 < device.hbm_bytes < 1e12
     assert 30 * 2**20 < device.l2_bytes < 100 * 2**20 and 100 < device.num_sms < 200
+    assert device.l2_kept_bytes == device.l2_bytes / 2
     assert 100 * 2**10 < device.sram_bytes < 256 * 2**10
     assert device.peak_flops(torch.bfloat16) == device.peak_flops(torch.float16) > 10 * device.peak_flops(torch.float32)
     assert 100 < device.half_flops / device.hbm_bandwidth < 400

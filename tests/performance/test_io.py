@@ -6,6 +6,7 @@ import torch
 from flashtrain.kernels.attention import Intervals, Tile, Tiles, block_sizes
 from flashtrain.performance.io import (
     VARIANTS,
+    WITHIN_SOFTMAX,
     Launch,
     Shape,
     compulsory,
@@ -28,6 +29,20 @@ def square(tile):
 
 def one_head(N, d):
     return Shape(1, N, N, 1, 1, d)
+
+
+def test_standard_backward_by_hand():
+    """N = 4, d = 2: dO and P make dV, and so on; on a GPU the product of P and dP is a matrix for a while."""
+    work = predict("standard", "backward", one_head(4, 2), Intervals.full(), HALF, square(2))
+    within = [(one.matrix, one.direction, one.elements) for one in work.transfers if one.pass_name == WITHIN_SOFTMAX]
+    assert within == [("P", "read", 16), ("P*dP", "read", 16), ("P*dP", "write", 16)]
+    seen = [one for one in work.transfers if one.pass_name != WITHIN_SOFTMAX]
+    assert elements_by_matrix(seen) == {
+        ("P", "read"): 32, ("dO", "read"): 16, ("dV", "write"): 8, ("V", "read"): 8, ("dP", "write"): 16,
+        ("dP", "read"): 16, ("dS", "write"): 16, ("dS", "read"): 32, ("K", "read"): 8, ("Q", "read"): 8,
+        ("dQ", "read"): 8, ("dQ", "write"): 16, ("dK", "read"): 8, ("dK", "write"): 16,
+    }  # fmt: skip
+    assert work.flops == 4 * 64
 
 
 def test_standard_by_hand():
@@ -150,6 +165,18 @@ def test_more_is_never_less(variant, pass_name, mask):
     for sizes in ({"q_len": 500, "kv_len": 500}, {"head_dim": 64}, {"num_q_heads": 4}, {"batch": 3}):
         more = work(**sizes)
         assert more[0] > bytes and more[1] > flops
+
+
+@pytest.mark.parametrize("pass_name", PASSES)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("mask", [Intervals.full(), Intervals.causal(), Intervals.window(40, 0)], ids=str)
+def test_a_pass_that_reads_nothing_again_asks_for_matrices_once(variant, pass_name, mask):
+    """And what every pass asks for is a matrix of the work's."""
+    work = predict(variant, pass_name, Shape(2, 200, 200, 4, 2, 32), mask, HALF, square(64))
+    for one in work.passes:
+        assert {transfer.pass_name for transfer in one.transfers} <= {one.name}
+        once = [transfer.elements <= work.matrices[transfer.matrix] for transfer in one.transfers]
+        assert all(once) or one.reused_bytes > 0
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
