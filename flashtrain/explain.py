@@ -190,7 +190,7 @@ def run(config: ExplainConfig) -> None:
     command = shlex.join(["python", "-m", "flashtrain.explain", *facts["command"][1:]])
     made_with = f"({runs.versions(facts)}; `{command}`)"
     runs.write_whole(folder / "explain.md", markdown(all_sheets, text, made_with))
-    save_plot(cases, setting, folder / "explain.png")
+    save_plot(cases, by_hardware, setting, folder / "explain.png")
     for path in sorted(folder.iterdir()):
         console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
 
