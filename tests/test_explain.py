@@ -115,7 +115,7 @@ def test_the_text_follows_the_numbers(explain, tmp_path):
     small = told()
     assert small.count("All fit, so HBM need see each input and output once") == 6
     large = told("length=16384", "lengths=[16384]", "num_heads=16")
-    assert "standard forward: 2,199 GFLOP" in large and "half of L2, 20.0 MiB, is sure to keep" in large
+    assert "standard forward: 2,199 GFLOP" in large and "half of L2, 20.0 MiB, is taken to keep" in large
     assert large.count("No pass reads anything twice, so HBM sees all that is asked for: ") == 2
     assert large.count("That does not fit, so HBM sees all that is asked for: ") == 2
     assert large.count("That fits, so HBM need see each matrix once in a pass: ") == 2

@@ -4,8 +4,9 @@ Sources: NVIDIA A100 data sheet (2022) and GA100 white paper; H100 data sheet an
 sheet (2024). Peaks are dense: the H100's and H200's data sheets print twice as much for 16 bits, with sparsity. No
 data sheet gives the H200's L2: the figure is what the CUDA driver reports on one.
 
-L2 is in two partitions on all of these: each "localizes and caches data for memory accesses from SMs in the GPCs
-directly connected to the partition" (NVIDIA A100 Tensor Core GPU Architecture white paper, 2020, A100 L2 Cache).
+The A100's L2 is in two partitions, of which each "localizes and caches data for memory accesses from SMs in the GPCs
+directly connected to the partition" (NVIDIA A100 Tensor Core GPU Architecture white paper, 2020, A100 L2 Cache). The
+H100's and H200's are taken to be alike.
 """
 
 from dataclasses import dataclass
@@ -36,9 +37,9 @@ class Device:
 
     @property
     def l2_kept_bytes(self) -> int:
-        """What is certain to stay in L2, whichever SMs use it: half, as both partitions may hold the same data.
+        """What is taken to stay in L2, whichever SMs use it: half, as both partitions may hold the same data.
 
-        This is a model. Of data that is between half of L2 and all of it in size, L2 serves a part.
+        This is a model. Of data between half of L2 and all of it in size, L2 serves a part.
         """
         return self.l2_bytes // 2
 

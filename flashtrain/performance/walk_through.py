@@ -60,7 +60,7 @@ def _of_l2(found: Estimate, device: Device) -> str:
     """Why HBM sees as much as it does."""
     text = (
         f"Its matrices are {data_size(found.touched_bytes)} in all; half of L2, {data_size(device.l2_kept_bytes)}, is "
-        "sure to keep what SMs of both halves use. "
+        "taken to keep what SMs of both halves use. "
     )
     if found.stays_in_l2:
         return text + "All fit, so HBM need see each input and output once"
