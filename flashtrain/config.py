@@ -24,7 +24,7 @@ from flashtrain.errors import UserError
 from flashtrain.evaluation.options import EvalOptions
 from flashtrain.model.options import ModelOptions
 from flashtrain.training.optim import OptimizerOptions
-from flashtrain.training.schedule import ScheduleOptions
+from flashtrain.training.schedule import SCHEDULES, ScheduleOptions
 
 # What a command may change on a finished or interrupted run; everything else makes it another run.
 CHANGEABLE = ("attention", "trainer", "eval", "generate", "logger")
@@ -134,7 +134,11 @@ class Config:
     """Which weights of that run: last, or best, the ones with the lowest validation loss."""
 
 
-DATA_SCHEMAS = {"stdlib": DataConfig, "text": TextDataConfig}
+# Groups whose choices have fields of their own -> the field that names the choice, and the dataclass of each name.
+CHOICES = {
+    "data": ("source", {"stdlib": DataConfig, "text": TextDataConfig}),
+    "schedule": ("name", SCHEDULES),
+}
 
 
 def settle(composed: DictConfig, overrides: list[str]) -> Config:
@@ -179,10 +183,12 @@ class Root:
     """(what Hydra composed, the command line it was composed from) -> an instance of `schema`, or UserError."""
 
     def register(self) -> None:
-        """Give Hydra the schemas: the root's, and the data sources' own fields."""
+        """Give Hydra the schemas: the root's, and those of choices with fields of their own."""
         store = ConfigStore.instance()
         store.store(name="schema", node=self.schema)
-        store.store(group="schema/data", name="text", node=TextDataConfig, package="data")
+        for group, (_, schemas) in CHOICES.items():
+            for name, node in schemas.items():
+                store.store(group=f"schema/{group}", name=name, node=node, package=group)
 
 
 RUN = Root("config", Config, settle)
@@ -280,7 +286,8 @@ def _saved(folder: Path) -> DictConfig:
         raise UserError(f"{path} is damaged; start a new run") from None
     try:
         settings = OmegaConf.structured(Config)
-        settings.data = OmegaConf.structured(DATA_SCHEMAS[values.data.source])
+        for group, (key, schemas) in CHOICES.items():
+            settings[group] = OmegaConf.structured(schemas[getattr(values[group], key)])
         settings = OmegaConf.merge(settings, values)
     except (OmegaConfBaseException, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())
@@ -300,6 +307,7 @@ def _differences(key: str, saved: object, asked: object) -> list[str]:
 def contradictions(config: Config) -> list[str]:
     """Every problem that the settings have together, one sentence each."""
     return [
+        *_misnamed(config),
         *_below_one("train", config.train),
         *_below_one("trainer", config.trainer),
         *_sizes(config.train, config.model.position_limit),
@@ -310,6 +318,16 @@ def contradictions(config: Config) -> list[str]:
         *_generation(config.generate),
         *_invocation(config),
     ]
+
+
+def _misnamed(config: Config) -> list[str]:
+    """A choice is made by its file, which brings its fields; its name alone would change nothing."""
+    problems = []
+    for group, (key, schemas) in CHOICES.items():
+        options = getattr(config, group)
+        if schemas.get(name := getattr(options, key)) is not type(options):
+            problems.append(f"{group}.{key} is {name}, which chooses nothing; say {group}={' or '.join(schemas)}")
+    return problems
 
 
 def _invocation(config: Config) -> list[str]:

@@ -87,6 +87,9 @@ def test_an_unknown_key_is_answered_with_the_nearest(mistake, settings, group):
         (["model.hidden_size=0"], "model.hidden_size=0 must be above zero"),
         (["generate.temperature=nan"], "generate.temperature is nan; it must be 0 or more and finite"),
         (["optimizer.learning_rate=inf"], "optimizer.learning_rate=inf must be above 0 and finite"),
+        (["data.source=text"], "data.source is text, which chooses nothing; say data=stdlib or text"),
+        (["schedule=constant", "schedule.final_fraction=0.1"], "there is no setting schedule.final_fraction;"),
+        (["schedule=wsd", "schedule.warmup_fraction=0.9"], "schedule.warmup_fraction=0.9 and schedule.decay_fraction="),
         (["seed=-1"], "seed is -1; it must be at least 0 and below 4294967296"),
         (
             ["train.tokens_per_step=1000"],
@@ -142,6 +145,15 @@ def test_a_saved_run_brings_its_settings(settings, saved_run):
         assert (config.model.num_layers, config.train.steps, config.data.path) == (2, 7, "books")
         assert (config.attention.variant, config.eval.max_documents) == ("sdpa_math", 3)
         assert getattr(config, key) == str(saved_run)
+
+
+def test_a_saved_run_brings_its_schedule(settings, mistake, tmp_path):
+    made = settings("schedule=wsd", "schedule.decay_fraction=0.3")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / runs.CONFIG_FILE).write_text(schema.to_yaml(made))
+    config = settings("resume=saved")
+    assert config.schedule == made.schedule
+    assert "schedule.name is wsd there and constant here" in mistake("resume=saved", "schedule=constant")
 
 
 def test_a_saved_run_refuses_other_settings_and_lists_them(mistake, saved_run):
