@@ -23,7 +23,7 @@ from flashtrain import runs
 from flashtrain.errors import UserError
 from flashtrain.evaluation.options import EvalOptions
 from flashtrain.model.options import ModelOptions
-from flashtrain.training.optim import OptimizerOptions
+from flashtrain.training.optim import OPTIMIZERS, OptimizerOptions
 from flashtrain.training.schedule import SCHEDULES, ScheduleOptions
 
 # What a command may change on a finished or interrupted run; everything else makes it another run.
@@ -137,6 +137,7 @@ class Config:
 # Groups whose choices have fields of their own -> the field that names the choice, and the dataclass of each name.
 CHOICES = {
     "data": ("source", {"stdlib": DataConfig, "text": TextDataConfig}),
+    "optimizer": ("name", OPTIMIZERS),
     "schedule": ("name", SCHEDULES),
 }
 

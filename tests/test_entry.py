@@ -88,6 +88,8 @@ def test_an_unknown_key_is_answered_with_the_nearest(mistake, settings, group):
         (["generate.temperature=nan"], "generate.temperature is nan; it must be 0 or more and finite"),
         (["optimizer.learning_rate=inf"], "optimizer.learning_rate=inf must be above 0 and finite"),
         (["data.source=text"], "data.source is text, which chooses nothing; say data=stdlib or text"),
+        (["optimizer.name=muon"], "optimizer.name is muon, which chooses nothing; say optimizer=adamw or muon"),
+        (["optimizer.momentum=0.9"], "there is no setting optimizer.momentum; allowed are optimizer.name,"),
         (["schedule=constant", "schedule.final_fraction=0.1"], "there is no setting schedule.final_fraction;"),
         (["schedule=wsd", "schedule.warmup_fraction=0.9"], "schedule.warmup_fraction=0.9 and schedule.decay_fraction="),
         (["seed=-1"], "seed is -1; it must be at least 0 and below 4294967296"),
@@ -147,12 +149,13 @@ def test_a_saved_run_brings_its_settings(settings, saved_run):
         assert getattr(config, key) == str(saved_run)
 
 
-def test_a_saved_run_brings_its_schedule(settings, mistake, tmp_path):
-    made = settings("schedule=wsd", "schedule.decay_fraction=0.3")
+def test_a_saved_run_brings_its_optimizer_and_schedule(settings, mistake, tmp_path):
+    made = settings("optimizer=muon", "optimizer.momentum=0.9", "schedule=wsd")
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / runs.CONFIG_FILE).write_text(schema.to_yaml(made))
     config = settings("resume=saved")
-    assert config.schedule == made.schedule
+    assert config.optimizer == made.optimizer and config.schedule == made.schedule
+    assert config.optimizer.matrix_learning_rate == config.optimizer.learning_rate
     assert "schedule.name is wsd there and constant here" in mistake("resume=saved", "schedule=constant")
 
 

@@ -11,14 +11,17 @@ from torch.utils.data import DataLoader
 
 from flashtrain.training.meter import SpeedMeter
 from flashtrain.training.module import TrainingModule
-from flashtrain.training.optim import OptimizerOptions
+from flashtrain.training.optim import MuonOptions, OptimizerOptions
 from flashtrain.training.schedule import CosineOptions, WsdOptions
 from flashtrain.training.trainer import build_trainer
 
 VOCAB, WIDTH, ROWS, LENGTH = 32, 16, 8, 12
 
 ADAMW = OptimizerOptions(
-    learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0
+    name="adamw", learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0
+)
+MUON = MuonOptions(
+    **vars(ADAMW) | {"name": "muon"}, matrix_learning_rate=2e-2, momentum=0.95, adjust_lr_fn="match_rms_adamw"
 )
 COSINE = CosineOptions(name="cosine", warmup_fraction=0.1, final_fraction=0.1)
 WSD = WsdOptions(name="wsd", warmup_fraction=0.1, decay_fraction=0.2, decay_shape="1-sqrt", final_fraction=0.1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from flashtrain.performance.flops import mfu
 from flashtrain.training.meter import SpeedMeter
@@ -58,11 +59,9 @@ class Reporter(Callback):
     def _report(self, trainer: Trainer, step: int, outputs: dict[str, Any]) -> None:
         loss, grad_norm = torch.stack([outputs["loss"], outputs["grad_norm"]]).tolist()  # the host waits
         speed = self._meter.lap(step) if step >= self._timed_from else None
-        metrics = {
-            "train/loss": loss,
-            "train/grad_norm": grad_norm,
-            "train/learning_rate": outputs["learning_rate"],
-        }
+        metrics = {"train/loss": loss, "train/grad_norm": grad_norm}
+        known = {name: value for name, value in outputs.items() if not isinstance(value, Tensor)}
+        metrics |= {f"train/{name}": value for name, value in known.items()}
         if speed is not None:
             metrics["train/tokens_per_second"] = speed
             if self._peak_flops is not None:

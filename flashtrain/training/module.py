@@ -80,7 +80,7 @@ class TrainingModule(LightningModule):
         return -1 if self.stop_requested else None  # Lightning's word for: end the epoch here
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
-        """Take one optimizer step; return loss and gradient norm, on the device, and the learning rate."""
+        """Take one optimizer step; return loss and gradient norm, on the device, and learning rates."""
         optimizer = self.optimizers()
         num_targets = (batch["labels"] != IGNORED).sum()
         losses = []
@@ -92,15 +92,15 @@ class TrainingModule(LightningModule):
             losses.append(loss.detach())
         self._loss = torch.stack(losses).sum()
 
-        learning_rate = self._optimizer_options.learning_rate * learning_rate_factor(
-            self.global_step, self._num_steps, self._schedule
-        )
+        factor = learning_rate_factor(self.global_step, self._num_steps, self._schedule)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = factor * group["initial_lr"]
         optimizer.step()
         optimizer.zero_grad()
         self._fault.watch(self.global_step)
-        return {"loss": self._loss, "grad_norm": self._grad_norm, "learning_rate": learning_rate}
+        peaks = self._optimizer_options.learning_rates()
+        learning_rates = {name: factor * peak for name, peak in peaks.items()}
+        return {"loss": self._loss, "grad_norm": self._grad_norm, **learning_rates}
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,6 +1,7 @@
 """A step is one update on the mean over all its targets; a NaN or Inf never reaches the weights."""
 
 import copy
+import csv
 import dataclasses
 import math
 from functools import partial
@@ -12,6 +13,7 @@ from lightning.pytorch import Callback
 from tiny_training import (
     ADAMW,
     COSINE,
+    MUON,
     ROWS,
     VOCAB,
     Steps,
@@ -27,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtrain.errors import UserError
 from flashtrain.training.checkpoint import read_checkpoint
+from flashtrain.training.loggers import build_loggers
 from flashtrain.training.optim import build_optimizer
 from flashtrain.training.schedule import learning_rate_factor
 
@@ -34,6 +37,7 @@ NUM_STEPS = 12
 
 GPU = {"device_type": "cuda", "precision": "bf16-mixed"}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+each_optimizer = pytest.mark.parametrize("options", [ADAMW, MUON], ids=lambda options: options.name)
 
 
 class History(Callback):
@@ -59,28 +63,52 @@ def with_ignored(step, batch):
     return batch_of(step, ignored=0.6)
 
 
-def test_a_step_is_what_plain_pytorch_does(tmp_path):
-    module = make_module(NUM_STEPS, micro_batch_rows=3)
+@each_optimizer
+def test_a_step_is_what_plain_pytorch_does(tmp_path, options):
+    module = make_module(NUM_STEPS, micro_batch_rows=3, optimizer=options)
     model = copy.deepcopy(module.model)
     history = fit(tmp_path, module, Steps(NUM_STEPS, with_ignored))
 
-    optimizer = build_optimizer(model, ADAMW)
+    optimizer = build_optimizer(model, options)
     for step in range(NUM_STEPS):
         batch = batch_of(step, ignored=0.6)
         logits = model(batch["inputs"]) @ model.head_weight.T
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
         loss.backward()
-        norm = clip_grad_norm_(model.parameters(), ADAMW.clip_norm)
-        learning_rate = ADAMW.learning_rate * learning_rate_factor(step, NUM_STEPS, COSINE)
+        norm = clip_grad_norm_(model.parameters(), options.clip_norm)
+        factor = learning_rate_factor(step, NUM_STEPS, COSINE)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = factor * group["initial_lr"]
         optimizer.step()
         optimizer.zero_grad()
-        assert history.outputs[step]["learning_rate"] == learning_rate
+        for name, peak in options.learning_rates().items():
+            assert history.outputs[step][name] == factor * peak
         torch.testing.assert_close(history.outputs[step]["loss"], loss.detach())
         torch.testing.assert_close(history.outputs[step]["grad_norm"], norm)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(module.model.state_dict()[name], tensor, msg=name)
+
+
+@each_optimizer
+def test_a_step_counts_once(tmp_path, options):
+    class Counts(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            assert trainer.global_step == batch_idx + 1
+
+    trainer = make_trainer(tmp_path, NUM_STEPS, callbacks=[Counts()])
+    trainer.fit(make_module(NUM_STEPS, micro_batch_rows=3, optimizer=options), datamodule=Steps(NUM_STEPS))
+    assert trainer.global_step == NUM_STEPS
+
+
+def test_each_kind_of_parameters_has_its_learning_rate_in_the_log(tmp_path):
+    loggers = build_loggers(tmp_path / "logs", csv=True, tensorboard=False)
+    fit(tmp_path, make_module(NUM_STEPS, optimizer=MUON), Steps(NUM_STEPS), loggers=loggers)
+    with (tmp_path / "logs" / "train.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows
+    for row in rows:
+        ratio = float(row["matrix_learning_rate"]) / float(row["learning_rate"])
+        assert ratio == pytest.approx(MUON.matrix_learning_rate / MUON.learning_rate)
 
 
 @pytest.mark.parametrize("micro_batch_rows", [1, 3, 7], ids="micro{}".format)
@@ -110,7 +138,8 @@ def test_documents_go_with_their_rows_and_none_without(tmp_path):
     assert [documents for _, documents in training[3:]] == 3 * [None]
 
 
-def test_the_gradient_is_clipped_to_the_norm_and_null_leaves_it(tmp_path):
+@each_optimizer
+def test_the_gradient_is_clipped_to_the_norm_and_null_leaves_it(tmp_path, options):
     class UsedNorms(Callback):
         """The norm of the gradient that the optimizer took."""
 
@@ -121,7 +150,7 @@ def test_the_gradient_is_clipped_to_the_norm_and_null_leaves_it(tmp_path):
             )
 
     for clip_norm in (0.1, None):
-        module = make_module(2, optimizer=dataclasses.replace(ADAMW, clip_norm=clip_norm))
+        module = make_module(2, optimizer=dataclasses.replace(options, clip_norm=clip_norm))
         history, used = History(), UsedNorms()
         make_trainer(tmp_path, 2, callbacks=[history, used]).fit(module, datamodule=Steps(2))
         for outputs, norm in zip(history.outputs, used.norms, strict=True):
@@ -144,9 +173,10 @@ def empty_from(first, *others):
     return edit
 
 
+@each_optimizer
 @pytest.mark.parametrize("step", [1, 7, NUM_STEPS], ids=["first-step", "between", "last-step"])
-def test_nan_loss_never_reaches_the_weights_and_names_its_step(tmp_path, step):
-    module, history = make_module(NUM_STEPS), History()
+def test_nan_loss_never_reaches_the_weights_and_names_its_step(tmp_path, step, options):
+    module, history = make_module(NUM_STEPS, optimizer=options), History()
     before = weights(module)
     trainer = make_trainer(tmp_path, NUM_STEPS, callbacks=[history], checkpoint_every=1)
     with pytest.raises(UserError, match=f"^step {step}: the loss or the gradient is NaN or Inf"):
@@ -161,8 +191,9 @@ def test_nan_loss_never_reaches_the_weights_and_names_its_step(tmp_path, step):
         assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == step - 1
 
 
-def test_good_steps_after_a_fault_do_not_reach_the_weights_either(tmp_path):
-    module, history = make_module(NUM_STEPS), History()
+@each_optimizer
+def test_good_steps_after_a_fault_do_not_reach_the_weights_either(tmp_path, options):
+    module, history = make_module(NUM_STEPS, optimizer=options), History()
     trainer = make_trainer(tmp_path, NUM_STEPS, callbacks=[history], checkpoint_every=1000)
     with pytest.raises(UserError, match="^step 5: "):
         trainer.fit(module, datamodule=Steps(NUM_STEPS, empty_from(4)))
@@ -178,7 +209,8 @@ def test_a_fault_is_found_before_validation_and_no_checkpoint_is_written(tmp_pat
     assert not module.validation_metrics and not (tmp_path / "checkpoints").exists()
 
 
-def test_inf_gradient_of_a_finite_loss_is_a_fault(tmp_path):
+@each_optimizer
+def test_inf_gradient_of_a_finite_loss_is_a_fault(tmp_path, options):
     calls = []
 
     def sum_nll(hidden, weight, targets):
@@ -186,7 +218,7 @@ def test_inf_gradient_of_a_finite_loss_is_a_fault(tmp_path):
         total = nll(hidden, weight, targets, reduction="sum")
         return total + (hidden.sum() * 0).sqrt() if len(calls) == 3 else total  # d sqrt(0) is Inf
 
-    module = make_module(NUM_STEPS)
+    module = make_module(NUM_STEPS, optimizer=options)
     module._sum_nll = sum_nll
     with pytest.raises(UserError, match="^step 3: "):
         fit(tmp_path, module, Steps(NUM_STEPS))
@@ -211,7 +243,8 @@ class HostReads(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-def test_a_step_reads_nothing_but_the_late_flag(tmp_path):
+@each_optimizer
+def test_a_step_reads_nothing_but_the_late_flag(tmp_path, options):
     class Spy(Callback):
         def on_train_batch_start(self, trainer, pl_module, *_):
             self.mode = HostReads()
@@ -224,12 +257,13 @@ def test_a_step_reads_nothing_but_the_late_flag(tmp_path):
             assert self.mode.reads == [late_flag] * (trainer.global_step in (2, 4))
 
     trainer = make_trainer(tmp_path, 4, callbacks=[Spy()])
-    trainer.fit(make_module(4, micro_batch_rows=3), datamodule=Steps(4))
+    trainer.fit(make_module(4, micro_batch_rows=3, optimizer=options), datamodule=Steps(4))
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_step_never_waits_for_the_gpu(tmp_path):
+@each_optimizer
+def test_a_step_never_waits_for_the_gpu(tmp_path, options):
     class Strict(Callback):
         def on_train_batch_start(self, *_):
             torch.cuda.set_sync_debug_mode("error")
@@ -238,15 +272,16 @@ def test_a_step_never_waits_for_the_gpu(tmp_path):
             torch.cuda.set_sync_debug_mode("default")
 
     trainer = make_trainer(tmp_path, 6, callbacks=[Strict()], **GPU)
-    module = make_module(6, micro_batch_rows=3)
+    module = make_module(6, micro_batch_rows=3, optimizer=options)
     trainer.fit(module, datamodule=Steps(6))
     assert trainer.global_step == 6
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_nan_loss_on_the_gpu_names_its_step(tmp_path):
-    module, history = make_module(NUM_STEPS), History()
+@each_optimizer
+def test_nan_loss_on_the_gpu_names_its_step(tmp_path, options):
+    module, history = make_module(NUM_STEPS, optimizer=options), History()
     trainer = make_trainer(tmp_path, NUM_STEPS, callbacks=[history], **GPU)
     with pytest.raises(UserError, match="^step 7: "):
         trainer.fit(module, datamodule=Steps(NUM_STEPS, empty_from(6)))

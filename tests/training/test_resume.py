@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from lightning.pytorch import Callback
-from tiny_training import Steps, assert_same_weights, make_module, make_trainer, weights
+from tiny_training import ADAMW, COSINE, MUON, WSD, Steps, assert_same_weights, make_module, make_trainer, weights
 
 from flashtrain.errors import UserError
 from flashtrain.training.checkpoint import read_checkpoint
@@ -28,8 +28,9 @@ class Watch(Callback):
         self.validations[trainer.global_step] = pl_module.validation_metrics["val/loss"]
 
 
-def run(folder, at_step=None, ckpt=None, **changes):
-    module, data, watch = make_module(NUM_STEPS, micro_batch_rows=3), Steps(NUM_STEPS), Watch(at_step)
+def run(folder, at_step=None, ckpt=None, optimizer=ADAMW, schedule=COSINE, **changes):
+    module = make_module(NUM_STEPS, micro_batch_rows=3, optimizer=optimizer, schedule=schedule)
+    data, watch = Steps(NUM_STEPS), Watch(at_step)
     trainer = make_trainer(folder, NUM_STEPS, callbacks=[watch], **changes)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt)
     return module, data, watch, trainer
@@ -64,12 +65,22 @@ def test_a_run_takes_each_batch_once_and_validates_at_its_interval(straight):
     ],
 )
 def test_stopped_and_resumed_equals_straight(straight, tmp_path, stops):
+    assert_resumed_equals(straight, tmp_path, stops)
+
+
+@pytest.mark.parametrize("stops", [[1, 38], [7, 10, 35]], ids=str)
+def test_muon_stopped_and_resumed_equals_straight(tmp_path, stops):
+    choices = {"optimizer": MUON, "schedule": WSD}
+    assert_resumed_equals(run(tmp_path / "straight", **choices), tmp_path, stops, **choices)
+
+
+def assert_resumed_equals(straight, folder, stops, **choices):
     expected, _, expected_watch, _ = straight
     losses, validations, seen, ckpt = {}, {}, [], None
     for stop in [*stops, None]:
         at_step = {} if stop is None else {stop: send(signal.SIGTERM)}
-        module, data, watch, trainer = run(tmp_path, at_step, ckpt)
-        ckpt = tmp_path / "checkpoints" / "last.ckpt"
+        module, data, watch, trainer = run(folder, at_step, ckpt, **choices)
+        ckpt = folder / "checkpoints" / "last.ckpt"
         assert module.stop_requested == (stop is not None)
         assert trainer.global_step == read_checkpoint(ckpt)["global_step"] == (stop or NUM_STEPS)
         assert not losses.keys() & watch.losses.keys() and not validations.keys() & watch.validations.keys()
