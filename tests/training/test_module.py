@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtrain.errors import UserError
 from flashtrain.training.checkpoint import read_checkpoint
-from flashtrain.training.loggers import build_loggers
+from flashtrain.training.loggers import CsvLogger
 from flashtrain.training.optim import build_optimizer
 from flashtrain.training.schedule import learning_rate_factor
 
@@ -101,9 +101,8 @@ def test_a_step_counts_once(tmp_path, options):
 
 
 def test_each_kind_of_parameters_has_its_learning_rate_in_the_log(tmp_path):
-    loggers = build_loggers(tmp_path / "logs", csv=True, tensorboard=False)
-    fit(tmp_path, make_module(NUM_STEPS, optimizer=MUON), Steps(NUM_STEPS), loggers=loggers)
-    with (tmp_path / "logs" / "train.csv").open(newline="") as file:
+    fit(tmp_path, make_module(NUM_STEPS, optimizer=MUON), Steps(NUM_STEPS), loggers=[CsvLogger(tmp_path)])
+    with (tmp_path / "train.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert rows
     for row in rows:
