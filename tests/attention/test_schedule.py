@@ -1,4 +1,7 @@
-"""flash_hopper's tables and loops on the CPU: every tile once, every program as busy, every block of a tile once."""
+"""flash_hopper's tables and loops on the CPU: every tile once, every program as busy, every block of a tile once.
+
+Tiles of queries that visit blocks of keys, as the forward has them, and tiles of keys that visit blocks of queries.
+"""
 
 import itertools
 from types import SimpleNamespace
@@ -24,7 +27,8 @@ MASKS = {
 def on_python_ints(monkeypatch):
     for module in (schedule, geometry):
         monkeypatch.setattr(module, "tl", SimpleNamespace(minimum=min, maximum=max))
-    monkeypatch.setattr(schedule, "block_of_step", geometry.block_of_step.fn)
+    for name in ("block_of_step", "query_bounds"):
+        monkeypatch.setattr(schedule, name, getattr(geometry, name).fn)
 
 
 @pytest.mark.parametrize("num_programs", [1, 3, 7, SMS])
@@ -92,3 +96,36 @@ def test_a_tile_visits_each_block_that_it_sees_once_and_the_masked_first(interva
             assert not part.any() or block in visited
             if block in visited[max(masked, 0) :]:
                 assert part.all() and part.shape[1] == BLOCK_N or not rows.any()
+
+
+@pytest.mark.parametrize("intervals", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("lengths", [(1024, 1024), (1000, 1000), (300, 1300), (1300, 300)], ids=str)
+def test_a_tile_of_keys_visits_each_block_that_sees_it_once_and_hides_what_lies_past_the_ends(
+    intervals, lengths, on_python_ints
+):
+    BLOCK_M, BLOCK_N = 64, 128
+    q_len, kv_len = lengths
+    arguments = geometry.mask_arguments(intervals, q_len, kv_len)
+    mask = (0, q_len, kv_len, arguments["left"], arguments["right"], None)
+    num_blocks = -(-q_len // BLOCK_M)
+    seen = torch.zeros(num_blocks * BLOCK_M, -(-kv_len // BLOCK_N) * BLOCK_N, dtype=torch.bool)
+    seen[:q_len, :kv_len] = intervals.dense(q_len, kv_len)[0]
+    i = torch.arange(len(seen))
+    for first in range(0, kv_len, BLOCK_N):
+        bounds = [schedule.seen_by.fn(first + n, *mask) for n in range(BLOCK_N)]
+        assert bounds == sorted(bounds)
+        blocks = geometry.block_ranges.fn(*bounds[0], *bounds[-1], BLOCK_M)
+        visited = [schedule.block_at.fn(visit, blocks) for visit in range(blocks[3] - blocks[0])]
+        masked, free = (
+            [geometry.block_of_step.fn(step, blocks, MASKED) for step in range(*geometry.steps.fn(blocks, MASKED))]
+            for MASKED in (True, False)
+        )
+        # The loading warp and the computing warpgroups go the same way.
+        assert visited == masked + free and len(set(visited)) == len(visited)
+        tile = seen[:, first : first + BLOCK_N].unflatten(0, (num_blocks, BLOCK_M))
+        assert all(block in visited or not tile[block].any() for block in range(num_blocks))
+        assert all(tile[block].all() for block in free)
+        lo, hi = torch.tensor(bounds).T
+        shown = ((lo <= i[:, None]) & (i[:, None] < hi)).unflatten(0, (num_blocks, BLOCK_M))
+        assert torch.equal(shown[masked], tile[masked])
+        assert not masked or geometry.any_masked(intervals, q_len, kv_len, BLOCK_N) or q_len % BLOCK_M != 0

@@ -13,7 +13,7 @@ from ..views import padded_head_dim, strides_BHSD
 # Queries of a tile that one warpgroup computes.
 ROWS: gl.constexpr = gl.constexpr(64)
 
-_GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+_GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,48 @@ def launch_of(head_dim: int) -> Launch:
     return FORWARD[next(limit for limit in FORWARD if head_dim <= limit)]
 
 
-def view(x_BSHD: Tensor, rows: int) -> TensorDescriptor:
-    """The kernel argument for an addressable, non-empty x of which `rows` rows of a head are copied at a time."""
+@dataclass(frozen=True)
+class BackwardLaunch:
+    """How to launch the backward, under the kernel's argument names; two warpgroups compute, 64 keys each.
+
+    SPLIT says that each makes half of the columns of dQ from the keys of both, and not all columns from its own. SLOTS
+    are those of the rings of Q and dO. The others are as for the forward.
+    """
+
+    BLOCK_M: int
+    SLOTS: int
+    SPLIT: bool
+    NAMED: bool
+    REGISTERS: tuple[int, ...]
+    maxnreg: int
+
+
+# head dimension of Q, padded -> how to launch; half of 64 columns would be less than the swizzle takes.
+BACKWARD = {
+    64: BackwardLaunch(64, 2, SPLIT=False, NAMED=False, REGISTERS=(240, 24), maxnreg=168),
+    128: BackwardLaunch(64, 2, SPLIT=True, NAMED=True, REGISTERS=(240, 24), maxnreg=168),
+}
+
+def columns_of(x_BSHD: Tensor) -> int:
+    """Columns of the blocks in which an x is copied: 64 or 128."""
+    return max(padded_head_dim(x_BSHD), 64)
+
+
+def view(x_BSHD: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """The kernel argument for an addressable, non-empty x of which `rows` rows of a head are copied at a time.
+
+    All of their columns, unless it is said how many.
+    """
     x_BHSD = x_BSHD.transpose(1, 2)
-    block = (1, 1, rows, max(padded_head_dim(x_BSHD), 64))
+    block = (1, 1, rows, columns or columns_of(x_BSHD))
     return TensorDescriptor(x_BHSD, list(x_BHSD.shape), strides_BHSD(x_BSHD), list(block), _layout(block, x_BSHD.dtype))
 
 
 @functools.cache
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_DTYPES[dtype])
+
+
+def numbers_view(x: Tensor, count: int) -> TensorDescriptor:
+    """The kernel argument for a contiguous fp32 x of which `count` numbers are copied at a time."""
+    return TensorDescriptor(x, [x.numel()], [1], [count], gl.NVMMASharedLayout(0, 32, 1))

@@ -11,6 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+# The first named barrier that Triton leaves free: it takes 0, 1 and one for each partition but the first.
+FIRST_BARRIER: gl.constexpr = gl.constexpr(5)
 # Threads.
 WARPGROUP: gl.constexpr = gl.constexpr(128)
 
@@ -21,6 +23,12 @@ def tiles_of(desc, COUNT: gl.constexpr):
     ROWS: gl.constexpr = desc.block_shape[2]
     COLUMNS: gl.constexpr = desc.block_shape[3]
     return gl.allocate_shared_memory(desc.dtype, [COUNT, 1, 1, ROWS, COLUMNS], desc.layout)
+
+
+@gluon.jit
+def numbers_of(desc, SLOTS: gl.constexpr):
+    """Shared memory for so many blocks of a descriptor of numbers, one a row: what lands beside a ring's tiles."""
+    return gl.allocate_shared_memory(desc.dtype, [SLOTS, desc.block_shape[0]], desc.layout)
 
 
 @gluon.jit
@@ -40,21 +48,38 @@ def _mbarriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def fetch(ring, n, desc, b, h, row, CONSUMERS: gl.constexpr):
-    """The loading warp: use n holds the rows from `row` of a head, in as many blocks as a slot has."""
+def acquire(ring, n, NBYTES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """The loading warp: waits until use n may have its slot, in which so many bytes will land; returns the slot."""
     buffers, landed, free = ring
     SLOTS: gl.constexpr = landed.shape[0]
-    COPIES: gl.constexpr = buffers.shape[0] // SLOTS
-    ROWS: gl.constexpr = desc.block_shape[2]
     slot, lap = n % SLOTS, n // SLOTS
     if isinstance(free, gl.shared_memory_descriptor):
         mbarrier.wait(free.index(slot), (lap & 1) ^ 1)
     elif lap > 0:
         _sync(free + slot, CONSUMERS * WARPGROUP + WARPGROUP // 4)
-    mbarrier.expect(landed.index(slot), COPIES * desc.block_type.nbytes)
+    mbarrier.expect(landed.index(slot), NBYTES)
+    return slot
+
+
+@gluon.jit
+def fetch(ring, n, desc, b, h, row, CONSUMERS: gl.constexpr):
+    """The loading warp: use n holds the rows from `row` of a head, in as many blocks as a slot has."""
+    buffers, landed, free = ring
+    COPIES: gl.constexpr = buffers.shape[0] // landed.shape[0]
+    ROWS: gl.constexpr = desc.block_shape[2]
+    slot = acquire(ring, n, COPIES * desc.block_type.nbytes, CONSUMERS)
     for copy in gl.static_range(COPIES):
         buffer = buffers.index(slot * COPIES + copy)
         tma.async_copy_global_to_shared(desc, [b, h, row + copy * ROWS, 0], landed.index(slot), buffer)
+
+
+@gluon.jit
+def fetch_with_numbers(ring, numbers, n, desc, numbers_desc, b, h, row, place, CONSUMERS: gl.constexpr):
+    """As fetch, one block to a slot, and beside it a number for each of its rows, in `numbers_desc` from `place` on."""
+    buffers, landed, free = ring
+    slot = acquire(ring, n, desc.block_type.nbytes + numbers_desc.block_type.nbytes, CONSUMERS)
+    tma.async_copy_global_to_shared(desc, [b, h, row, 0], landed.index(slot), buffers.index(slot))
+    tma.async_copy_global_to_shared(numbers_desc, [place], landed.index(slot), numbers.index(slot))
 
 
 @gluon.jit
@@ -69,6 +94,22 @@ def wait_for(ring, n, COPY: gl.constexpr = 0, needed=True):
 
 
 @gluon.jit
+def resident(ring, COPY: gl.constexpr, ANEW: gl.constexpr = False):
+    """A computing warpgroup, after it has waited for use 0 of a ring of one slot: block COPY, rows x columns.
+
+    ANEW in a loop that is short of registers: the address is a constant, but not to LLVM, which would compute what
+    follows from it before the first loop and keep it through all.
+    """
+    buffers, landed, free = ring
+    if ANEW:
+        zero = gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        buffer = buffers.index(zero + COPY)
+    else:
+        buffer = buffers.index(COPY)
+    return buffer.reshape([buffers.shape[3], buffers.shape[4]])
+
+
+@gluon.jit
 def release(ring, n, CONSUMERS: gl.constexpr):
     """A computing warpgroup: it has read all of use n."""
     buffers, landed, free = ring
@@ -77,6 +118,19 @@ def release(ring, n, CONSUMERS: gl.constexpr):
         mbarrier.arrive(free.index(slot))
     else:
         _arrive(free + slot, CONSUMERS * WARPGROUP + WARPGROUP // 4)
+
+
+@gluon.jit
+def numbers_at(ring, numbers, n, LAYOUT: gl.constexpr):
+    """A computing warpgroup, after it has waited for use n: the numbers that landed beside its tile."""
+    buffers, landed, free = ring
+    return numbers.index(n % landed.shape[0]).load(LAYOUT)
+
+
+@gluon.jit
+def meet(barrier, CONSUMERS: gl.constexpr):
+    """Waits until all computing warpgroups are here."""
+    _sync(barrier, CONSUMERS * WARPGROUP)
 
 
 @gluon.jit

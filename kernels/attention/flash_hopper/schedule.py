@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..geometry import block_of_step, block_ranges, key_bounds
+from ..geometry import block_of_step, block_ranges, key_bounds, query_bounds
 from ..intervals import Intervals
 
 # What K and V of a section may take of the 50 MB of L2.
@@ -98,6 +98,29 @@ def tile_at(table_ptr, n, num_q_heads, mask, BLOCK_M: gl.constexpr, BLOCK_N: gl.
     last = tl.minimum(first + BLOCK_M, q_len) - 1
     blocks = block_ranges(*key_bounds(first, b, *mask), *key_bounds(last, b, *mask), BLOCK_N)
     return b, h, first, blocks
+
+
+@gluon.jit
+def key_tile(num_kv_heads, mask, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr):
+    """The program's tile of keys: batch row, KV head, first key, and the blocks of queries that it visits, if any.
+
+    A program for each tile, head by head, so that what the tiles of a head share stays in L2; in each head from the
+    first tile, the longest if causal, to the last.
+    """
+    kv_len = mask[1]
+    num_tiles = gl.cdiv(kv_len, BLOCK_N)
+    batch_head, first = gl.program_id(0) // num_tiles, gl.program_id(0) % num_tiles * BLOCK_N
+    b, h_kv = batch_head // num_kv_heads, batch_head % num_kv_heads
+    blocks = block_ranges(*seen_by(first, b, *mask), *seen_by(first + BLOCK_N - 1, b, *mask), BLOCK_M)
+    return b, h_kv, first, blocks
+
+
+@gluon.jit
+def seen_by(j, b, q_len, kv_len, left, right, bounds):
+    """`query_bounds`, also of keys past the last: no query sees those, so a tile that has any is masked throughout."""
+    lo, hi = query_bounds(j, b, q_len, kv_len, left, right, bounds)
+    nobody = (j >= kv_len) * q_len
+    return tl.maximum(lo, nobody), tl.maximum(hi, nobody)
 
 
 @gluon.jit

@@ -1,0 +1,49 @@
+"""A warpgroup's matrix products: their accumulators, and results that feed the next product from registers."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from .launch import ROWS
+
+
+@gluon.jit
+def zeros(COLUMNS: gl.constexpr):
+    """An accumulator of a warpgroup's products, 16 rows to a warp."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    return gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
+
+
+@gluon.jit
+def rows_of(x):
+    """An accumulator that starts with x in every row."""
+    acc, unused = gl.broadcast(x[None, :], zeros(x.shape[0]))
+    return acc
+
+
+@gluon.jit
+def as_operand(x, acc, dtype: gl.constexpr):
+    """A result as the first operand of the product into `acc`, in the registers where the tensor cores wrote it."""
+    return gl.convert_layout(x.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
+
+
+@gluon.jit
+def half_of(buffer, HALF: gl.constexpr):
+    """Columns of the first or second half of a tile of 128 of 16 bits: under the swizzle these are two tiles of 64."""
+    COLUMNS: gl.constexpr = buffer.shape[-1] // 2
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], buffer.dtype)
+    return buffer._reinterpret(buffer.dtype, [2, ROWS, COLUMNS], LAYOUT).index(HALF)
+
+
+if hasattr(tma, "async_atomic_add"):
+    add_to_global = tma.async_atomic_add
+else:  # Triton 3.6 and 3.7 have the operation, but no function for it.
+    from triton._C.libtriton import ir
+
+    @builtin
+    def add_to_global(tensor_desc, coord, src, _semantic=None):
+        """The copy engine adds a block to global memory, element by element, some time until tma.store_wait."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        builder = _semantic.builder
+        builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
