@@ -21,6 +21,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from flashtrain.kernels.attention import Intervals, flash_v1
+from flashtrain.kernels.attention.flash_hopper import backward as flash_hopper_backward
 from flashtrain.kernels.attention.flash_hopper import forward as flash_hopper
 from flashtrain.kernels.attention.flash_v2.backward import backward
 from flashtrain.kernels.attention.flash_v2.forward import forward
@@ -89,6 +90,9 @@ def launch(target: str, problem: Problem) -> None:
         return
     if problem.variant == "flash_hopper":
         flash_hopper.forward(q, k, v, mask, 0.125, problem.softcap)
+        return
+    if problem.variant == "flash_hopper_backward":
+        flash_hopper_backward.backward(out, lse, q, k, v, out, lse, mask, 0.125, problem.softcap, True, True)
         return
     rows = tiles(target, max(problem.head_dim, v_head_dim), dtype, mask.is_full)
     forward(q, k, v, mask, 0.125, problem.softcap, rows)
