@@ -234,7 +234,8 @@ def backward(
     """
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     if k.shape[1] == 0 or out.numel() == 0:
-        dq.zero_(), dk.zero_(), dv.zero_()
+        for x in (dq, dk, dv):
+            x.zero_()
     else:
         _launch(dq, dk, dv, dout, dlse, q, k, v, out, lse, intervals, scale, softcap)
     return dq if needs_dq else q.new_empty(0), *(x if needs_dkdv else x.new_empty(0) for x in (dk, dv))
@@ -251,7 +252,9 @@ def _launch(
     launch = BACKWARD[columns]
     keys = CONSUMERS.value * ROWS.value
     units = score_units(scale, softcap)
-    s_start, dp_start, dq_sum = query_rows.start(out, dout, lse, dlse.contiguous(), head_dim, **units)
+    s_start, dp_start, dq_sum = query_rows.start(
+        out, dout, lse, dlse.contiguous(), head_dim, launch.BLOCK_M, **units
+    )
     _bwd_kernel[(batch * num_kv_heads * triton.cdiv(kv_len, keys),)](
         *(view(x, ROWS.value) for x in (k, v)),
         *(view(x, launch.BLOCK_M) for x in (q, dout)),

@@ -71,6 +71,7 @@ BACKWARD = {
     128: BackwardLaunch(64, 2, SPLIT=True, NAMED=True, REGISTERS=(240, 24), maxnreg=168),
 }
 
+
 def columns_of(x_BSHD: Tensor) -> int:
     """Columns of the blocks in which an x is copied: 64 or 128."""
     return max(padded_head_dim(x_BSHD), 64)

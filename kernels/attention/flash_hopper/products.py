@@ -43,7 +43,7 @@ else:  # Triton 3.6 and 3.7 have the operation, but no function for it.
 
     @builtin
     def add_to_global(tensor_desc, coord, src, _semantic=None):
-        """The copy engine adds a block to global memory, element by element, some time until tma.store_wait."""
+        """The copy engine adds a block to global memory, and has read it at tma.store_wait."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         builder = _semantic.builder
         builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..online_softmax import LOG2_E
 from ..views import VARYING, load_tile, padded_head_dim, store_tile, view
 
+# Of dQ that a program rounds.
 ROWS = 64
 
 
@@ -28,7 +29,7 @@ def _bwd_start_kernel(
     out, dout, lse_ptr, dlse_ptr, dq_sum, s_start_ptr, dp_start_ptr, units, q_len, padded_len, num_q_heads,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Where S and dP start: -LSE in units that are so many of a natural one, and -delta = dLSE - rowsum(dO * O).
+    """Where S and dP start: -LSE in units that are so many to a natural one, and -delta = dLSE - rowsum(dO * O).
 
     -inf and 0 in rows that saw no key and in those behind the last. dq_sum is zeroed. Grid (batch * heads * blocks,).
     """
@@ -55,22 +56,23 @@ def _bwd_dq_kernel(dq_sum, dq, scale, q_len, num_q_heads, BLOCK_M: tl.constexpr,
 
 
 def start(
-    out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor, head_dim: int, scale_log2e: float, cap: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what S and dP start with, (B, Hq, Sq rounded up to ROWS) in fp32, and zeros for dQ's sum.
+    out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor, head_dim: int, BLOCK_M: int,
+    scale_log2e: float, cap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns what S and dP start with, (B, Hq, Sq rounded up to BLOCK_M) in fp32, and zeros for dQ's sum.
 
     Scores start at -LSE in the units in which they are held, or, if they are capped afterwards, -LSE is in bits. out,
     lse and dlse are contiguous, dout is addressable; dQ's sum is (B, Sq, Hq, D) in fp32, each head's rows together.
     """
     batch, q_len, num_q_heads, _ = out.shape
-    blocks = triton.cdiv(q_len, ROWS)
-    s_start = lse.new_empty(batch, num_q_heads, blocks * ROWS)
+    blocks = triton.cdiv(q_len, BLOCK_M)
+    s_start = lse.new_empty(batch, num_q_heads, blocks * BLOCK_M)
     dp_start = torch.empty_like(s_start)
     dq_sum = lse.new_empty(batch, num_q_heads, q_len, head_dim).transpose(1, 2)
     _bwd_start_kernel[(batch * num_q_heads * blocks,)](
-        *(view(x, ROWS, False) for x in (out, dout)), lse, dlse, view(dq_sum, ROWS, False), s_start, dp_start,
-        LOG2_E.value / scale_log2e if cap is None else LOG2_E.value, q_len, blocks * ROWS, num_q_heads,
-        BLOCK_M=ROWS, BLOCK_D=padded_head_dim(dq_sum), BLOCK_DV=padded_head_dim(out),
+        *(view(x, BLOCK_M, False) for x in (out, dout)), lse, dlse, view(dq_sum, BLOCK_M, False), s_start, dp_start,
+        LOG2_E.value / scale_log2e if cap is None else LOG2_E.value, q_len, blocks * BLOCK_M, num_q_heads,
+        BLOCK_M=BLOCK_M, BLOCK_D=padded_head_dim(dq_sum), BLOCK_DV=padded_head_dim(out),
     )  # fmt: skip
     return s_start, dp_start, dq_sum
 
