@@ -109,6 +109,8 @@ class GenerateConfig:
 class LoggerConfig:
     csv: bool
     tensorboard: bool
+    wandb: bool
+    """Weights & Biases; its environment variables hold: WANDB_MODE=offline, WANDB_PROJECT, WANDB_ENTITY."""
 
 
 @dataclass

@@ -3,6 +3,7 @@
 The run's folder is made once everything that can be refused has been checked.
 """
 
+import dataclasses
 import functools
 import logging
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from flashtrain.model.attention import causal_window
 from flashtrain.model.gpt import GPT
 from flashtrain.model.head import summed_cross_entropy, token_nll
 from flashtrain.performance.flops import flops_per_token, peak_flops, visible_keys
-from flashtrain.training.loggers import build_loggers
+from flashtrain.training.loggers import build_loggers, require_wandb
 from flashtrain.training.meter import SpeedMeter
 from flashtrain.training.module import TrainingModule
 from flashtrain.training.trainer import build_trainer
@@ -44,6 +45,8 @@ class StepShape:
 def run(config: Config) -> None:
     """Train to the end, or to a signal; the folder of the run then has all that the command line shows."""
     refuse_all_but(("output", "resume"), config)
+    if config.logger.wandb:
+        require_wandb()
     console = Console()
     if config.resume is not None and (Path(config.resume) / runs.RESULT_FILE).exists():
         _say(console, f"{config.resume} has taken all its steps; evaluate it with run={config.resume}")
@@ -110,7 +113,7 @@ def _training_module(config: Config, made: Assembly, shape: StepShape) -> Traini
 def _trainer(
     config: Config, made: Assembly, corpus: Corpus, folder: Path, meter: SpeedMeter, console: Console
 ) -> Trainer:
-    train, logger = config.train, config.logger
+    train, logs, logger = config.train, folder / runs.LOG_FOLDER, config.logger
     return build_trainer(
         device_type=made.device.type,
         precision=PRECISIONS[made.device.dtype],
@@ -119,7 +122,7 @@ def _trainer(
         checkpoint_every=train.checkpoint_every,
         log_every=train.log_every,
         checkpoint_folder=folder / runs.CHECKPOINT_FOLDER,
-        loggers=build_loggers(folder / runs.LOG_FOLDER, csv=logger.csv, tensorboard=logger.tensorboard),
+        loggers=build_loggers(logs, **vars(logger), run_name=folder.name, settings=dataclasses.asdict(config)),
         meter=meter,
         flops_per_token=_flops(config, made.model, corpus),
         peak_flops=peak_flops(torch.cuda.get_device_name()) if made.device.type == "cuda" else None,

@@ -92,8 +92,13 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def loggers(folder, **chosen):
+    choices = {"csv": False, "tensorboard": False, "wandb": False} | chosen
+    return build_loggers(folder, **choices, run_name="", settings={})
+
+
 def test_csv_rows(tmp_path):
-    run(tmp_path, loggers=build_loggers(tmp_path / "logs", csv=True, tensorboard=False))
+    run(tmp_path, loggers=loggers(tmp_path / "logs", csv=True))
     train = rows(tmp_path / "logs" / "train.csv")
     assert [row["step"] for row in train] == ["5", "10", "15", "20"]
     assert list(train[0]) == ["step", "loss", "grad_norm", "learning_rate", "tokens_per_second"]
@@ -111,11 +116,11 @@ def test_csv_of_a_resumed_run_equals_the_straight_one(tmp_path):
         ]
 
     for folder in (tmp_path / "straight", tmp_path / "resumed"):
-        run(folder, loggers=build_loggers(folder / "logs", csv=True, tensorboard=False))
+        run(folder, loggers=loggers(folder / "logs", csv=True))
     # As after kill -9 at step 20 with a checkpoint of step 10: rows of 15 and 20 come again.
     run(tmp_path / "half", callbacks=[StopAt(10)])
-    loggers = build_loggers(tmp_path / "resumed" / "logs", csv=True, tensorboard=False)
-    run(tmp_path / "resumed", loggers=loggers, ckpt=tmp_path / "half" / "checkpoints" / "last.ckpt")
+    last = tmp_path / "half" / "checkpoints" / "last.ckpt"
+    run(tmp_path / "resumed", loggers=loggers(tmp_path / "resumed" / "logs", csv=True), ckpt=last)
     assert logs(tmp_path / "resumed") == logs(tmp_path / "straight")
 
 
@@ -141,7 +146,7 @@ def test_csv_drops_a_row_that_a_crash_has_cut(tmp_path):
 
 
 def test_tensorboard_scalars(tmp_path):
-    run(tmp_path, loggers=build_loggers(tmp_path / "logs", csv=False, tensorboard=True))
+    run(tmp_path, loggers=loggers(tmp_path / "logs", tensorboard=True))
     events = EventAccumulator(str(tmp_path / "logs" / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == {
         "train/loss",
@@ -155,7 +160,7 @@ def test_tensorboard_scalars(tmp_path):
 
 
 def test_no_logger_is_no_file(tmp_path):
-    assert build_loggers(tmp_path, csv=False, tensorboard=False) == []
+    assert loggers(tmp_path) == []
     run(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoints"]
 
