@@ -93,6 +93,8 @@ class TrainerConfig:
     """Tokens in memory at once, at most; a step with more is accumulated, with the same result."""
     head_chunk_tokens: int
     """Tokens whose logits exist at once in the head and its cross-entropy."""
+    profile_steps: list[int] | None
+    """First and last optimizer step, counted from 1, of a Chrome trace in the run's logs; null: none."""
 
 
 @dataclass
@@ -314,6 +316,7 @@ def contradictions(config: Config) -> list[str]:
         *_below_one("train", config.train),
         *_below_one("trainer", config.trainer),
         *_sizes(config.train, config.model.position_limit),
+        *_profile(config.trainer.profile_steps, config.train.steps),
         *config.model.validate(),
         *config.optimizer.validate(),
         *config.schedule.validate(),
@@ -364,6 +367,18 @@ def _sizes(train: TrainConfig, position_limit: int | None) -> list[str]:
             "lower it, or say model.positions=rope"
         )
     return problems
+
+
+def _profile(profile_steps: list[int] | None, steps: int) -> list[str]:
+    match profile_steps:
+        case None:
+            return []
+        case [first, last] if 1 <= first <= last <= steps:
+            return []
+    return [
+        f"trainer.profile_steps is {profile_steps}; give the first and the last step to profile, as in "
+        f"trainer.profile_steps=[{max(steps - 2, 1)},{steps}], counted from 1 and none beyond train.steps={steps}"
+    ]
 
 
 def _generation(generate: GenerateConfig) -> list[str]:

@@ -25,8 +25,9 @@ from flashtrain.model.gpt import GPT
 from flashtrain.model.head import summed_cross_entropy, token_nll
 from flashtrain.performance.flops import flops_per_token, peak_flops, visible_keys
 from flashtrain.training.loggers import build_loggers, require_wandb
-from flashtrain.training.meter import SpeedMeter
+from flashtrain.training.meter import SpeedMeter, peak_memory_gib
 from flashtrain.training.module import TrainingModule
+from flashtrain.training.profiler import TraceSteps
 from flashtrain.training.trainer import build_trainer
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ def _trainer(
     config: Config, made: Assembly, corpus: Corpus, folder: Path, meter: SpeedMeter, console: Console
 ) -> Trainer:
     train, logs, logger = config.train, folder / runs.LOG_FOLDER, config.logger
+    on_gpu, profiled = made.device.type == "cuda", config.trainer.profile_steps
     return build_trainer(
         device_type=made.device.type,
         precision=PRECISIONS[made.device.dtype],
@@ -125,7 +127,8 @@ def _trainer(
         loggers=build_loggers(logs, **vars(logger), run_name=folder.name, settings=dataclasses.asdict(config)),
         meter=meter,
         flops_per_token=_flops(config, made.model, corpus),
-        peak_flops=peak_flops(torch.cuda.get_device_name()) if made.device.type == "cuda" else None,
+        peak_flops=peak_flops(torch.cuda.get_device_name(), made.device.dtype) if on_gpu else None,
+        trace=None if profiled is None else TraceSteps(*profiled, logs, meter),
         console=console,
     )
 
@@ -158,7 +161,10 @@ def _checkpoint_to_resume(config: Config) -> Path | None:
 
 
 def _flops(config: Config, model: GPT, corpus: Corpus) -> dict[str, float]:
-    """FLOPs of a training token: the usual count, and one of only the keys that the layers' masks show."""
+    """FLOPs of a training token: the usual count, and one of only the keys that the layers' masks show.
+
+    Where documents are apart a step shows more or fewer keys than another; counted is the mean of the training rows.
+    """
     options, length = model.options, config.train.sequence_length
     looked_up = model.position_embedding.weight.numel() if options.positions == "learned" else 0
     looked_up += 0 if options.tie_embeddings else model.token_embedding.weight.numel()
@@ -196,8 +202,8 @@ def _result(module: TrainingModule, meter: SpeedMeter) -> dict[str, float]:
     }
     if speed := meter.average():
         result["tokens_per_second"] = speed
-    if torch.cuda.is_initialized():
-        result["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    if (memory := peak_memory_gib()) is not None:
+        result["peak_memory_gib"] = memory
     return result
 
 

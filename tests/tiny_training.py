@@ -124,6 +124,7 @@ def make_trainer(folder, num_steps: int, *, console: Console | None = None, call
         "meter": SpeedMeter(ROWS * LENGTH),
         "flops_per_token": {},
         "peak_flops": None,
+        "trace": None,
         "console": console or Console(quiet=True),
     }
     trainer = build_trainer(**arguments | changes)

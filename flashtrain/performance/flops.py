@@ -8,6 +8,7 @@ another number of keys. A device whose peak is not listed has no MFU, never a gu
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from flashtrain.kernels.attention import Intervals
 from flashtrain.performance.devices import DEVICES, key_of
@@ -18,7 +19,8 @@ def flops_per_token(
 ) -> float:
     """Return the FLOPs that forward and backward spend on one token: 6 N + 12 L H D K.
 
-    Source: PaLM (arXiv 2204.02311), appendix B. Recomputation is not counted.
+    The backward is twice the forward; what it recomputes is not counted. Source: PaLM (arXiv 2204.02311), appendix B,
+    with N as nanoGPT's `estimate_mfu` takes it.
 
     Args:
         num_weights: N, all weights but tables that are only looked up (positions, an untied embedding).
@@ -43,10 +45,10 @@ def visible_keys(layers: Sequence[Intervals], lengths: Sequence[int] | np.ndarra
     return pairs / (len(layers) * (distinct * counts).sum().item())
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Return the dense bf16 peak in FLOP/s, or None for a device that is not in the table."""
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Return the dense peak in FLOP/s of matrix products in `dtype`, or None for a device that is not in the table."""
     key = key_of(device_name)
-    return None if key is None else DEVICES[key].half_flops
+    return None if key is None else DEVICES[key].peak_flops(dtype)
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak: float | None) -> float | None:

@@ -3,14 +3,14 @@
 import signal
 from collections.abc import Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from flashtrain.performance.flops import mfu
-from flashtrain.training.meter import SpeedMeter
+from flashtrain.training.meter import SpeedMeter, peak_memory_gib
 from flashtrain.training.progress import Display, training_status, validation_status
 
 UNTIMED_STEPS = 2
@@ -18,9 +18,11 @@ UNTIMED_STEPS = 2
 
 
 class Reporter(Callback):
-    """Every `log_every` steps, and after the last, reads a step's numbers for the loggers and the display.
+    """Every `log_every` steps, and after the last, tells the loggers and the display of a step.
 
-    Between reports nothing is read from the device. `flops_per_token` maps the name of an MFU to its count.
+    No step waits for that: what a step returns in tensors sets out for the host when the step is queued, and is read
+    when the next one is, or before a validation, a checkpoint and the end. Between reports nothing is read from the
+    device. `flops_per_token` maps the name of an MFU to its count.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Reporter(Callback):
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
         self._timed_from: int
+        self._pending: _Report | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._timed_from = trainer.global_step + UNTIMED_STEPS
@@ -50,30 +53,42 @@ class Reporter(Callback):
     ) -> None:
         step = trainer.global_step
         self._display.advance(step)
+        self._tell(trainer)
         if step % self._log_every == 0 or step == self._num_steps:
             self._report(trainer, step, outputs)
         elif step == self._timed_from:
-            pl_module.finish_step()
             self._meter.lap(step)
 
     def _report(self, trainer: Trainer, step: int, outputs: dict[str, Any]) -> None:
-        loss, grad_norm = torch.stack([outputs["loss"], outputs["grad_norm"]]).tolist()  # the host waits
         speed = self._meter.lap(step) if step >= self._timed_from else None
-        metrics = {"train/loss": loss, "train/grad_norm": grad_norm}
-        known = {name: value for name, value in outputs.items() if not isinstance(value, Tensor)}
-        metrics |= {f"train/{name}": value for name, value in known.items()}
+        measured = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
+        known = {name: value for name, value in outputs.items() if name not in measured}
         if speed is not None:
-            metrics["train/tokens_per_second"] = speed
+            known |= speed._asdict()
             if self._peak_flops is not None:
                 for name, flops in self._flops_per_token.items():
-                    metrics[f"train/{name}"] = mfu(speed, flops, self._peak_flops)
-        _log(trainer, metrics, step)
+                    known[name] = mfu(speed.tokens_per_second, flops, self._peak_flops)
+        if (memory := peak_memory_gib()) is not None:
+            known["peak_memory_gib"] = memory
         seconds_left = self._meter.seconds_for(self._num_steps - step)
-        self._display.report(step, training_status(loss, speed, seconds_left))
+        self._pending = _Report(step, _LateScalars(measured), known, seconds_left)
+
+    def _tell(self, trainer: Trainer) -> None:
+        """Finish the pending report, if there is one: its step is done or about to be."""
+        if self._pending is None:
+            return
+        report, self._pending = self._pending, None
+        metrics = report.measured.read() | report.known
+        _log(trainer, {f"train/{name}": value for name, value in metrics.items()}, report.step)
+        self._display.report(report.step, training_status(metrics, list(self._flops_per_token), report.seconds_left))
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._tell(trainer)  # or its row would be lost where this checkpoint is resumed
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
             pl_module.finish_step()
+            self._tell(trainer)
             self._meter.pause()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -84,10 +99,35 @@ class Reporter(Callback):
             self._display.note(step, validation_status(metrics["val/loss"], metrics["val/bits_per_byte"]))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._tell(trainer)
         self._display.stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._display.stop()
+
+
+class _LateScalars:
+    """Scalars that are copied from the device; to read them waits for their copy and for nothing queued after it."""
+
+    def __init__(self, scalars: Mapping[str, Tensor]) -> None:
+        self._names = list(scalars)
+        values = torch.stack(list(scalars.values()))
+        self._on_host = values.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if values.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self) -> dict[str, float]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return dict(zip(self._names, self._on_host.tolist(), strict=True))
+
+
+class _Report(NamedTuple):
+    step: int
+    measured: _LateScalars
+    known: dict[str, float]
+    seconds_left: float | None
 
 
 def _log(trainer: Trainer, metrics: Mapping[str, float], step: int) -> None:

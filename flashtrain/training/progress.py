@@ -1,10 +1,11 @@
 """What a person sees while a run goes on: a bar on a terminal, plain lines anywhere else."""
 
 import datetime
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 
 class Display(Protocol):
@@ -29,12 +30,14 @@ def choose_display(console: Console) -> Display:
     return Bar(console) if console.is_terminal and not console.is_dumb_terminal else Lines(console)
 
 
-def training_status(loss: float, tokens_per_second: float | None, seconds_left: float | None) -> str:
-    parts = [f"loss {loss:.4f}"]
-    if tokens_per_second is not None:
-        parts.append(f"{tokens_per_second:,.0f} tokens/s")
+def training_status(metrics: Mapping[str, float], mfu_names: Iterable[str], seconds_left: float | None) -> str:
+    """One line of `loss`, `learning_rate` and, where known, `tokens_per_second`, the time left and the MFUs."""
+    parts = [f"loss {metrics['loss']:.4f}", f"lr {metrics['learning_rate']:.2e}"]
+    if "tokens_per_second" in metrics:
+        parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
     if seconds_left is not None:
         parts.append(f"{datetime.timedelta(seconds=round(seconds_left))} left")
+    parts += [f"{name} {metrics[name]:.1%}" for name in mfu_names if name in metrics]
     return "  ".join(parts)
 
 
@@ -47,14 +50,12 @@ def _line(step: int, num_steps: int, status: str) -> str:
 
 
 class Bar:
-    """A Rich progress bar with the last report beside it."""
+    """A Rich progress bar with the last report beside it; where there is little room the end of the report is cut."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[status]}"),
+            BarColumn(bar_width=20),
+            TextColumn("step {task.completed}/{task.total}  {task.fields[status]}", markup=False),
             console=console,
             refresh_per_second=4,
         )

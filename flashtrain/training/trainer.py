@@ -12,6 +12,7 @@ from rich.console import Console
 from flashtrain.training.callbacks import Reporter, StopOnSignal
 from flashtrain.training.checkpoint import AtomicCheckpointIO, Checkpoints
 from flashtrain.training.meter import SpeedMeter
+from flashtrain.training.profiler import DataWait, TraceSteps
 from flashtrain.training.progress import choose_display
 
 
@@ -28,6 +29,7 @@ def build_trainer(
     meter: SpeedMeter,
     flops_per_token: Mapping[str, float],
     peak_flops: float | None,
+    trace: TraceSteps | None,
     console: Console,
 ) -> Trainer:
     """Return a trainer for a `TrainingModule` of `num_steps` steps and a data module that gives whole steps.
@@ -37,6 +39,7 @@ def build_trainer(
         precision: "32-true" or "bf16-mixed", as Lightning calls them.
         validate_every, checkpoint_every, log_every: in optimizer steps; the last step always has all three.
         flops_per_token: name of an MFU in the logs -> its count of FLOPs; used where `peak_flops` is known.
+        trace: profiles steps; None for no profile.
     """
     _silence()
     return Trainer(
@@ -58,9 +61,11 @@ def build_trainer(
                 peak_flops=peak_flops,
             ),
             StopOnSignal(),
+            *([] if trace is None else [trace]),
             Checkpoints(checkpoint_folder, checkpoint_every, meter),
         ],
         logger=loggers,
+        profiler=DataWait(meter),
         plugins=[AtomicCheckpointIO()],
         use_distributed_sampler=False,
         enable_progress_bar=False,

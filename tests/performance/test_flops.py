@@ -31,11 +31,13 @@ def test_visible_keys_are_those_of_the_dense_masks(lengths):
 
 
 def test_mfu_is_a_share_of_the_dense_peak_and_none_without_one():
-    assert peak_flops("NVIDIA H200") == 989e12
-    assert mfu(460_000, 1e9, peak_flops("NVIDIA H200")) == pytest.approx(0.4651, abs=1e-4)
-    assert mfu(460_000, 1e9, peak_flops("NVIDIA GeForce RTX 4090")) is None
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        assert peak_flops(name, torch.bfloat16) == 989e12
+    assert peak_flops("NVIDIA H200", torch.float32) == 67e12
+    assert mfu(460_000, 1e9, peak_flops("NVIDIA H200", torch.bfloat16)) == pytest.approx(0.4651, abs=1e-4)
+    assert mfu(460_000, 1e9, peak_flops("NVIDIA GeForce RTX 4090", torch.bfloat16)) is None
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H200 NVL", "NVIDIA H100 PCIe", "A100", "cpu", ""])
 def test_a_name_is_known_exactly_or_not_at_all(name):
-    assert peak_flops(name) is None
+    assert peak_flops(name, torch.bfloat16) is None

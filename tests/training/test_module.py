@@ -252,8 +252,7 @@ def test_a_step_reads_nothing_but_the_late_flag(tmp_path, options):
         def on_train_batch_end(self, trainer, pl_module, *_):
             self.mode.__exit__(None, None, None)
             late_flag = ("aten::_local_scalar_dense", pl_module._fault._on_host.data_ptr())
-            # Step 1 has none before it, and the report of step 2 has read the flag of step 2.
-            assert self.mode.reads == [late_flag] * (trainer.global_step in (2, 4))
+            assert self.mode.reads == [late_flag] * (trainer.global_step > 1)  # step 1 has none before it
 
     trainer = make_trainer(tmp_path, 4, callbacks=[Spy()])
     trainer.fit(make_module(4, micro_batch_rows=3, optimizer=options), datamodule=Steps(4))

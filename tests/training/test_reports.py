@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import Logger
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_training import LENGTH, ROWS, Steps, StopAt, make_module, make_trainer
@@ -38,7 +40,7 @@ def test_lines_where_there_is_no_terminal(tmp_path):
         ("20", "loss"),
         ("20", "validation"),
     ]
-    assert re.fullmatch(r"step 15/20  loss \d\.\d{4}  [\d,]+ tokens/s  0:00:0\d left", lines[3])
+    assert re.fullmatch(r"step 15/20  loss \d\.\d{4}  lr \d\.\d\de-0\d  [\d,]+ tokens/s  0:00:0\d left", lines[3])
     assert re.fullmatch(r"step 20/20  validation loss \d\.\d{4}  \d\.\d{4} bits per byte", lines[5])
     assert not re.search(r"[^\n -~]", file.getvalue())  # no control characters
 
@@ -55,7 +57,7 @@ def test_bar_on_a_terminal(tmp_path):
     file = io.StringIO()
     run(tmp_path, console=Console(file=file, force_terminal=True, width=120, color_system=None))
     text = file.getvalue()
-    assert "20/20" in text and re.search(r"loss \d\.\d{4}  [\d,]+ tokens/s  0:00:0\d left", text)
+    assert "20/20" in text and re.search(r"loss \d\.\d{4}  lr [-\de.]+  [\d,]+ tokens/s  0:00:0\d left", text)
     assert "validation loss" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is hidden once and given back
 
@@ -101,7 +103,7 @@ def test_csv_rows(tmp_path):
     run(tmp_path, loggers=loggers(tmp_path / "logs", csv=True))
     train = rows(tmp_path / "logs" / "train.csv")
     assert [row["step"] for row in train] == ["5", "10", "15", "20"]
-    assert list(train[0]) == ["step", "loss", "grad_norm", "learning_rate", "tokens_per_second"]
+    assert list(train[0]) == ["step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "data_wait"]
     assert all(float(value) > 0 for row in train for value in row.values())
     validation = rows(tmp_path / "logs" / "val.csv")
     assert [row["step"] for row in validation] == ["10", "20"]
@@ -111,7 +113,7 @@ def test_csv_rows(tmp_path):
 def test_csv_of_a_resumed_run_equals_the_straight_one(tmp_path):
     def logs(folder):
         return [
-            [row | {"tokens_per_second": "its own"} for row in rows(path)]
+            [row | dict.fromkeys(("tokens_per_second", "data_wait"), "its own") for row in rows(path)]
             for path in sorted((folder / "logs").glob("*.csv"))
         ]
 
@@ -153,6 +155,7 @@ def test_tensorboard_scalars(tmp_path):
         "train/grad_norm",
         "train/learning_rate",
         "train/tokens_per_second",
+        "train/data_wait",
         "val/loss",
         "val/bits_per_byte",
     }
@@ -165,8 +168,11 @@ def test_no_logger_is_no_file(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoints"]
 
 
+# Speed
+
+
 class Time(Callback):
-    """A clock that only moves where it is told to: steps, the first two of which compile, and validations."""
+    """A clock that only moves where it is told to: batches, steps, the first two of which compile, and validations."""
 
     def __init__(self):
         self.now = 0.0
@@ -174,26 +180,91 @@ class Time(Callback):
     def __call__(self):
         return self.now
 
+    def load(self, step, batch):
+        self.now += 0.125
+        return batch
+
     def on_train_batch_start(self, trainer, *_):
-        self.now += 60.0 if trainer.global_step < 2 else 0.5
+        self.now += 60.0 if trainer.global_step < 2 else 0.375
 
     def on_validation_batch_start(self, *_):
         self.now += 100.0
 
 
-def test_speed_and_mfu_leave_out_the_first_steps_and_validation(tmp_path):
-    clock = Time()
-    run(
+def test_speed_mfu_and_data_wait_leave_out_the_first_steps_and_validation(tmp_path, monkeypatch):
+    monkeypatch.setattr("flashtrain.training.callbacks.peak_memory_gib", lambda: 1.5)
+    clock, file = Time(), io.StringIO()
+    trainer = make_trainer(
         tmp_path,
+        NUM_STEPS,
         callbacks=[clock],
+        console=Console(file=file),
         meter=SpeedMeter(ROWS * LENGTH, clock),
         loggers=[CsvLogger(tmp_path)],
         flops_per_token={"mfu": 10.0, "mfu_visible": 5.0},
         peak_flops=10_000.0,
     )
+    trainer.fit(make_module(NUM_STEPS), datamodule=Steps(NUM_STEPS, clock.load))
     for row in rows(tmp_path / "train.csv"):
         assert float(row["tokens_per_second"]) == ROWS * LENGTH / 0.5
         assert (float(row["mfu"]), float(row["mfu_visible"])) == pytest.approx((0.192, 0.096))
+        assert (float(row["data_wait"]), float(row["peak_memory_gib"])) == (0.25, 1.5)
+    assert "  192 tokens/s  0:00:02 left  mfu 19.2%  mfu_visible 9.6%\n" in file.getvalue()
+
+
+class Rows(Logger):
+    """Notes how many steps had been taken when a row came."""
+
+    name, version = "rows", ""
+
+    def __init__(self):
+        self.trainer, self.came = None, []
+
+    def log_hyperparams(self, *_, **__):
+        pass
+
+    def log_metrics(self, metrics, step):
+        if "train/loss" in metrics:
+            self.came.append((step, self.trainer.global_step, dict(metrics)))
+
+
+def test_a_row_is_read_when_the_next_step_is_queued_or_something_waits_for_its_own(tmp_path):
+    losses = []
+
+    class Losses(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, *_):
+            losses.append(outputs["loss"].item())
+
+    logger = Rows()
+    trainer = make_trainer(
+        tmp_path, 8, log_every=1, validate_every=3, checkpoint_every=5, loggers=[logger], callbacks=[Losses()]
+    )
+    logger.trainer = trainer
+    trainer.fit(make_module(8), datamodule=Steps(8))
+    # Validated after 3, 6 and 8, the last; saved after 5.
+    assert [(step, by) for step, by, _ in logger.came] == [
+        (1, 2), (2, 3), (3, 3), (4, 5), (5, 5), (6, 6), (7, 8), (8, 8),
+    ]  # fmt: skip
+    assert [metrics["train/loss"] for _, _, metrics in logger.came] == losses
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_no_report_waits_for_the_gpu(tmp_path):
+    class First(Callback):
+        def on_train_batch_start(self, *_):
+            torch.cuda.set_sync_debug_mode("error")
+
+    class Last(Callback):
+        def on_train_batch_end(self, *_):
+            torch.cuda.set_sync_debug_mode("default")
+
+    gpu = {"device_type": "cuda", "precision": "bf16-mixed"}
+    trainer = make_trainer(tmp_path, 6, log_every=1, callbacks=[First()], loggers=[CsvLogger(tmp_path)], **gpu)
+    trainer.callbacks.append(Last())
+    trainer.fit(make_module(6), datamodule=Steps(6))
+    assert [row["step"] for row in rows(tmp_path / "train.csv")] == [str(step) for step in range(1, 7)]
+    assert float(rows(tmp_path / "train.csv")[-1]["peak_memory_gib"]) > 0
 
 
 def test_lightning_is_silent(tmp_path):
