@@ -32,10 +32,14 @@ class HostClock:
         return lambda: seconds
 
 
+QUEUEING_CYCLES = 2_000_000
+"""A millisecond or so: longer than the host takes to queue a call of a few kernels."""
+
+
 class CudaClock:
     """Time on the current CUDA device between two events, from a cold L2 cache.
 
-    No reading waits for the device, so the host stays ahead of it and launches cost no time.
+    No reading waits for the device, which is kept busy until a call is queued, so that launches cost no time.
     """
 
     def __init__(self) -> None:
@@ -45,6 +49,7 @@ class CudaClock:
     def read(self, call: Callable[[], object]) -> Callable[[], float]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._more_than_l2.zero_()
+        torch.cuda._sleep(QUEUEING_CYCLES)
         start.record()
         call()
         end.record()
