@@ -76,6 +76,11 @@ def test_tiles_alike_go_head_by_head():
     assert [table[9 + begin].item() for begin in table[:8].tolist()] == list(range(8))
 
 
+def test_costs_are_counted_on_the_host_whatever_the_default_device():
+    with torch.device("meta"):
+        assert schedule.tile_costs(Intervals.causal(), 300, 300, 128, 128) == [2, 3, 4]
+
+
 @pytest.mark.parametrize("intervals", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("lengths", [(1000, 1000), (300, 1300), (1300, 300)], ids=str)
 def test_a_tile_visits_each_block_that_it_sees_once_and_the_masked_first(intervals, lengths, on_python_ints):

@@ -27,12 +27,12 @@ from ..softcap import cap_scores, score_units
 from ..tiles import num_sms
 from ..views import VARYING, addressable
 from .launch import ROWS, launch_of, view
-from .pipeline import fetch, give_turn, make_ring, release, take_turn, tiles_of, wait_for
+from .pipeline import FIRST_BARRIER, fetch, give_turn, make_ring, release, take_turn, tiles_of, wait_for
+from .products import as_operand, zeros
 from .schedule import block_at, section, table, tile_at, tiles_of_program, visits
 
-# Slots of each ring, and the first of the named barriers: Triton takes 0, 1 and one for each partition but the first.
+# Slots of each ring.
 SLOTS: gl.constexpr = gl.constexpr(2)
-FIRST_BARRIER: gl.constexpr = gl.constexpr(5)
 
 
 @gluon.jit
@@ -74,7 +74,7 @@ def _scores_and_output(
     k_ND = wait_for(k_ring, count + 1, needed=needed)
     if PING_PONG:
         take_turn(FIRST_BARRIER + 3 * SLOTS, CONSUMER)
-    s_MN = warpgroup_mma(q_MD, k_ND.permute((1, 0)), _zeros(BLOCK_N), use_acc=False, is_async=True)
+    s_MN = warpgroup_mma(q_MD, k_ND.permute((1, 0)), zeros(BLOCK_N), use_acc=False, is_async=True)
     v_ND = wait_for(v_ring, count)
     acc_MD = warpgroup_mma(p_MN, v_ND, acc_MD, is_async=True)
     if PING_PONG:
@@ -111,19 +111,6 @@ def _across(x_M, like):
 
 
 @gluon.jit
-def _zeros(COLUMNS: gl.constexpr):
-    """An accumulator of a warpgroup's products, 16 rows to a warp."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    return gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
-
-
-@gluon.jit
-def _as_operand(p_MN, acc_MD, dtype: gl.constexpr):
-    """P in the registers from which the tensor cores read it: where they wrote S."""
-    return gl.convert_layout(p_MN.to(dtype), gl.DotOperandLayout(0, acc_MD.type.layout, 2))
-
-
-@gluon.jit
 def _attend(
     state, q_MD, rings, lo_M, hi_M, blocks, scale_log2e, cap,
     MASKED: gl.constexpr, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -149,7 +136,7 @@ def _attend(
         # P is named too: its registers are read until now.
         acc_MD = warpgroup_mma_wait(0, (acc_MD, p_MN))[0]
         release(v_ring, count, CONSUMERS)
-        p_MN = _as_operand(next_p_MN, acc_MD, p_MN.dtype)
+        p_MN = as_operand(next_p_MN, acc_MD, p_MN.dtype)
         acc_MD = acc_MD * _across(rescale_M, acc_MD)
         count += 1
     return acc_MD, p_MN, row_max_M, row_sum_MT, count
@@ -165,7 +152,7 @@ def _compute(
     q_ring, k_ring, v_ring = rings
     out, out_buffers, lse_ptr = outputs
     q_len = mask[0]
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, _zeros(BLOCK_N).type.layout)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, zeros(BLOCK_N).type.layout)
     i_M = CONSUMER * ROWS + gl.arange(0, ROWS, S_ROWS)
     no_max_M = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
     out_buffer = out_buffers.index(CONSUMER)
@@ -177,15 +164,15 @@ def _compute(
     b, h, first, blocks = tile_at(table_ptr, begin, num_q_heads, mask, CONSUMERS * ROWS, BLOCK_N)
     lo_M, hi_M = key_bounds(first + i_M, b, *mask)
     q_MD = wait_for(q_ring, 0, CONSUMER)
-    s_MN = warpgroup_mma(q_MD, wait_for(k_ring, 0).permute((1, 0)), _zeros(BLOCK_N), use_acc=False, is_async=True)
+    s_MN = warpgroup_mma(q_MD, wait_for(k_ring, 0).permute((1, 0)), zeros(BLOCK_N), use_acc=False, is_async=True)
     s_MN = warpgroup_mma_wait(0, (s_MN,))
     release(k_ring, 0, CONSUMERS)
     j = block_at(0, blocks) * BLOCK_N
     p_MN, unused_M, row_max_M, row_sum_MT = _softmax(s_MN, no_max_M, scale_log2e, cap, lo_M, hi_M, j, ANY_MASKED)
-    p_MN = _as_operand(p_MN, _zeros(BLOCK_DV), q_MD.dtype)
+    p_MN = as_operand(p_MN, zeros(BLOCK_DV), q_MD.dtype)
     count = 0
     for n in range(begin, end):
-        state = (_zeros(BLOCK_DV), p_MN, row_max_M, row_sum_MT, count)
+        state = (zeros(BLOCK_DV), p_MN, row_max_M, row_sum_MT, count)
         if ANY_MASKED:
             state = _attend(
                 state, q_MD, rings, lo_M, hi_M, blocks, scale_log2e, cap,
@@ -227,7 +214,7 @@ def _compute(
         out_buffer.reshape([ROWS, BLOCK_DV]).store(out_MD)
         fence_async_shared()
         tma.async_copy_shared_to_global(out, [this_b, this_h, this_first + CONSUMER * ROWS, 0], out_buffer)
-        p_MN, row_max_M, row_sum_MT = _as_operand(next_p_MN, acc_MD, q_MD.dtype), next_max_M, next_sum_MT
+        p_MN, row_max_M, row_sum_MT = as_operand(next_p_MN, acc_MD, q_MD.dtype), next_max_M, next_sum_MT
     tma.store_wait(0)
 
 

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from ..geometry import block_of_step, block_ranges, key_bounds, query_bounds
 from ..intervals import Intervals
 
-# What K and V of a section may take of the 50 MB of L2.
+# What K and V of a section may take of L2: FlashAttention-3's figure. Others were not measured.
 SECTION_BYTES = 32 * 2**20
 
 
@@ -42,7 +42,7 @@ def deal(costs: list[int], num_heads: int, heads_in_section: int, num_programs: 
 def tile_costs(intervals: Intervals, q_len: int, kv_len: int, BLOCK_M: int, BLOCK_N: int) -> list[int]:
     """The blocks of keys that each tile of queries visits, and one for what a tile takes by itself."""
     lo, hi = intervals.bounds_of(q_len, kv_len).keys[:, 0]
-    first = torch.arange(0, q_len, BLOCK_M)
+    first = torch.arange(0, q_len, BLOCK_M, device=lo.device)
     last = (first + BLOCK_M).clamp(max=q_len) - 1
     blocks = -(-hi[last] // BLOCK_N) - lo[first] // BLOCK_N
     return (1 + blocks.clamp(min=1)).tolist()
@@ -54,7 +54,8 @@ def section(head_bytes: int, group_size: int) -> int:
     return group_size << (kv_heads.bit_length() - 1)
 
 
-# Never forgotten, because a captured CUDA graph may hold a table's address; a few KB for each shape.
+# Never forgotten, because a captured CUDA graph may hold a table's address. Four bytes for each tile: 17 KB at 32k tokens
+# and 16 heads, 1 MB at 1M and 32, which the host deals out in 20 ms and in a second.
 @functools.cache
 def table(
     intervals: Intervals,
@@ -70,14 +71,22 @@ def table(
     """int32: where each program's list of tiles begins, where the last one ends, then the lists.
 
     Queries see the keys that `intervals` says, left and right of them; heads are those of all batch rows.
+
+    Raises RuntimeError while a CUDA graph is captured, which no new table can be copied into.
     """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"attention: flash_hopper meets {q_len} queries and {kv_len} keys in {heads} heads for the first time while a "
+            "CUDA graph is captured; call it once with these lengths before"
+        )
     costs = tile_costs(intervals, q_len, kv_len, BLOCK_M, BLOCK_N)
     are_alike = len(set(costs)) == 1
     programs = deal(costs, heads, 1 if are_alike else heads_in_section, num_programs)
     begins = [0]
     for tiles in programs:
         begins.append(begins[-1] + len(tiles))
-    return torch.tensor([*begins, *(number for tiles in programs for number in tiles)], dtype=torch.int32).to(device)
+    lists = [*begins, *(number for tiles in programs for number in tiles)]
+    return torch.tensor(lists, dtype=torch.int32, device=device)
 
 
 @gluon.jit
