@@ -54,8 +54,8 @@ def section(head_bytes: int, group_size: int) -> int:
     return group_size << (kv_heads.bit_length() - 1)
 
 
-# Never forgotten, because a captured CUDA graph may hold a table's address. Four bytes a tile: 17 KB at 32k tokens and 16
-# heads, 1 MB at 1M and 32, which the host deals out in 20 ms and in a second.
+# Never forgotten, because a captured CUDA graph may hold a table's address. Four bytes a tile: 17 KB at 32k tokens and
+# 16 heads, 1 MB at 1M and 32, which the host deals out in 20 ms and in a second.
 @functools.cache
 def table(
     intervals: Intervals,
@@ -76,8 +76,8 @@ def table(
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"attention: flash_hopper meets {q_len} queries and {kv_len} keys in {heads} heads for the first time while "
-            "a CUDA graph is captured; call it once with these lengths before"
+            f"attention: flash_hopper meets {q_len} queries and {kv_len} keys in {heads} heads for the first time "
+            "while a CUDA graph is captured; call it once with these lengths before"
         )
     costs = tile_costs(intervals, q_len, kv_len, BLOCK_M, BLOCK_N)
     are_alike = len(set(costs)) == 1
