@@ -79,10 +79,11 @@ class Setting:
     @property
     def title(self) -> str:
         shape = self.shape
-        kv = "" if shape.group_size == 1 else f" over {shape.num_kv_heads} KV heads"
+        heads = noun("head", shape.num_q_heads)
+        kv = "" if shape.group_size == 1 else f" over {shape.num_kv_heads} KV {noun('head', shape.num_kv_heads)}"
         name = str(self.dtype).removeprefix("torch.")
         return (
-            f"{self.mask}, {shape.num_q_heads} heads{kv} of {shape.head_dim}, batch {shape.batch}, {name}, "
+            f"{self.mask}, {shape.num_q_heads} {heads}{kv} of {shape.head_dim}, batch {shape.batch}, {name}, "
             f"{self.device.label}"
         )
 
@@ -102,9 +103,10 @@ class Sheet:
 
 def sheets(cases: list[Case], setting: Setting, operators: list[Operator]) -> list[Sheet]:
     """All tables of one explanation."""
-    here = at_length(cases, setting.shape.q_len)
+    length = setting.shape.q_len
+    here = at_length(cases, length)
     return [
-        Sheet(f"{short_count(setting.shape.q_len)} tokens: {setting.title}", *_overview(here)),
+        Sheet(f"{short_count(length)} {noun('token', length)}: {setting.title}", *_overview(here)),
         Sheet("Bytes asked for, by matrix and direction", *_by_matrix(here)),
         Sheet("Over lengths: GiB asked for, GiB from HBM, and the least time", *_over_lengths(cases)),
         Sheet("Operators of a transformer block, forward, each alone", *_operators(operators, setting.rates)),
@@ -122,7 +124,7 @@ def count_sheet(found: list[Comparison], length: int) -> Sheet:
         ]
         for one in found
     ]
-    title = f"Elements at {length:,} tokens, counted as each runs in fp32, in the interpreter's tiles"
+    title = f"Elements at {length:,} {noun('token', length)}, counted as each runs in fp32, in the interpreter's tiles"
     return Sheet(title, ["", "counted", "model", "equal by matrix"], rows)
 
 
@@ -255,9 +257,7 @@ def as_row(case: Case) -> dict[str, object]:
         "compulsory_bytes": found.compulsory_bytes,
         "touched_bytes": found.touched_bytes,
         "stays_in_l2": found.stays_in_l2,
-        "reused_bytes": found.reused_bytes,
-        "fits_l2": found.fits_l2,
-        "sharers": found.sharers,
+        "passes": [asdict(one) for one in found.passes],
         "hbm_bytes": found.hbm_bytes,
         "flops_per_byte": found.intensity,
         "share_of_sms": found.share_of_sms,
@@ -297,6 +297,11 @@ def duration(seconds: float) -> str:
         if seconds >= size:
             return f"{figure(seconds / size)} {unit}"
     return f"{figure(seconds / 1e-6)} us"
+
+
+def noun(word: str, count: int) -> str:
+    """The word, in the plural but for one."""
+    return word if count == 1 else f"{word}s"
 
 
 def figure(value: float) -> str:

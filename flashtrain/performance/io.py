@@ -70,7 +70,10 @@ class Pass:
     """What it asks for."""
     flops: int = 0
     reused_bytes: int = 0
-    """What it reads again and again while it works on a head; PyTorch's operators are taken to read all just once."""
+    """Of what is read again and again, as much as passes by the program that sees most, in a head; PyTorch's operators
+    are taken to read all just once."""
+    readers: int = 1
+    """The most programs of a head that read the same row of that."""
     heads: int = 1
     """Of all rows; the programs of a head run side by side, then those of the next. 1 for PyTorch's operators."""
     programs: int | None = None
@@ -168,13 +171,17 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Visits:
-    """What all tiles along one side of the scores see of the other side, summed over one head of each batch row."""
+    """What all tiles along one side of the scores see of the other side; sums are over one head of each batch row."""
 
     tiles: int
     steps: int
     """Blocks of the other side."""
     rows: int
     """Their rows, as far as they exist."""
+    widest: int
+    """The most rows that one tile sees."""
+    readers: int
+    """The most tiles that see one row; 1 where none sees any."""
     has_bounds: bool
     """Whether the mask is read from memory."""
 
@@ -194,11 +201,18 @@ def _visits(shape: Shape, intervals: Intervals, tile: int, block: int, *, by_key
     begin = lo_RS[:, first] // block
     end = np.maximum(-(-hi_RS[:, last] // block), begin)
     rows = np.maximum(np.minimum(end * block, other) - begin * block, 0)
+    # Of each block, the tiles that begin at it or before, less those that end there or before.
+    seen = np.zeros((len(lo_RS), -(-other // block) + 1), dtype=np.int64)
+    row = np.arange(len(lo_RS))[:, None]
+    np.add.at(seen, (row, begin), 1)
+    np.add.at(seen, (row, end), -1)
     repeats = shape.batch // len(lo_RS)
     return _Visits(
         tiles=shape.batch * len(first),
         steps=int((end - begin).sum()) * repeats,
         rows=int(rows.sum()) * repeats,
+        widest=int(rows.max()),
+        readers=max(int(seen.cumsum(1).max()), 1),
         has_bounds=intervals.bounds is not None,
     )
 
@@ -320,7 +334,7 @@ def _flash_v1_forward(shape: Shape, intervals: Intervals, itemsize: int, launch:
             kernel.part("O", WRITE, rows * D, FLOAT_BYTES),
             *kernel.parts("l m", WRITE, rows, FLOAT_BYTES),
             flops=2 * heads * seen.steps * _product(B_r, B_c, padded(D)),
-            reused_bytes=shape.q_len * (D * (itemsize + FLOAT_BYTES) + 2 * FLOAT_BYTES),
+            reused_bytes=seen.widest * (D * (itemsize + FLOAT_BYTES) + 2 * FLOAT_BYTES),
             heads=shape.batch * heads,
             programs=1,
         ),
@@ -349,7 +363,7 @@ def _flash_v1_backward(shape: Shape, intervals: Intervals, itemsize: int, launch
             kernel.part("dQ", WRITE, rows * D, FLOAT_BYTES),
             *kernel.write("dK", "dV"),
             flops=5 * heads * seen.steps * _product(B_r, B_c, padded(D)),
-            reused_bytes=shape.group_size * shape.q_len * (D * (3 * itemsize + FLOAT_BYTES) + 2 * FLOAT_BYTES),
+            reused_bytes=shape.group_size * seen.widest * (D * (3 * itemsize + FLOAT_BYTES) + 2 * FLOAT_BYTES),
             heads=shape.batch * shape.num_kv_heads,
             programs=1,
         ),
@@ -376,7 +390,8 @@ def _flash_v2_forward(shape: Shape, intervals: Intervals, itemsize: int, launch:
             kernel.part("LSE", WRITE, shape.q_rows, FLOAT_BYTES),
             *seen.bounds(kernel, heads, shape.q_rows),
             flops=2 * heads * seen.steps * _product(tile.BLOCK_M, tile.BLOCK_N, padded(D)),
-            reused_bytes=2 * shape.kv_len * D * itemsize,
+            reused_bytes=2 * seen.widest * D * itemsize,
+            readers=seen.readers,
             heads=shape.batch * heads,
             programs=-(-shape.q_len // tile.BLOCK_M),
         )
@@ -402,7 +417,8 @@ def _flash_v2_backward(shape: Shape, intervals: Intervals, itemsize: int, launch
             *dkdv.write("dK", "dV"),
             *queries.bounds(dkdv, kv_heads, shape.kv_rows),
             flops=4 * heads * queries.steps * _product(key_tile.BLOCK_M, key_tile.BLOCK_N, padded(D)),
-            reused_bytes=2 * shape.group_size * shape.q_len * (D * itemsize + FLOAT_BYTES),
+            reused_bytes=2 * shape.group_size * queries.widest * (D * itemsize + FLOAT_BYTES),
+            readers=queries.readers,
             heads=shape.batch * kv_heads,
             programs=-(-shape.kv_len // key_tile.BLOCK_N),
         ),
@@ -413,7 +429,8 @@ def _flash_v2_backward(shape: Shape, intervals: Intervals, itemsize: int, launch
             *dq.write("dQ"),
             *keys.bounds(dq, heads, shape.q_rows),
             flops=3 * heads * keys.steps * _product(query_tile.BLOCK_M, query_tile.BLOCK_N, padded(D)),
-            reused_bytes=2 * shape.kv_len * D * itemsize,
+            reused_bytes=2 * keys.widest * D * itemsize,
+            readers=keys.readers,
             heads=shape.batch * heads,
             programs=-(-shape.q_len // query_tile.BLOCK_M),
         ),

@@ -2,9 +2,9 @@
 
 from flashtrain.kernels.attention import block_sizes
 from flashtrain.performance.devices import Device
-from flashtrain.performance.explanation import Case, Counted, Setting, at_length, data_size, duration, figure
+from flashtrain.performance.explanation import Case, Counted, Setting, at_length, data_size, duration, figure, noun
 from flashtrain.performance.io import flash_elements, padded, standard_elements
-from flashtrain.performance.roofline import Estimate
+from flashtrain.performance.roofline import Estimate, PassEstimate
 from flashtrain.performance.traffic import total_elements
 
 
@@ -34,11 +34,11 @@ def _of_closed_forms(setting: Setting) -> str:
     heads = setting.shape.batch * setting.shape.num_q_heads
     once, order = standard_elements(N, d), flash_elements(N, d, M)
     scores = N * N * setting.dtype.itemsize
+    of_all = f", {data_size(heads * scores)} for all {heads:,}" if heads > 1 else ""
     return (
         f"One head of the textbook's forward, unmasked, moves 4Nd + 4N^2 = {once:,} elements (N = {N:,}, d = {d}): "
-        f"Q, K, V and O once, S and P twice each. S alone is {data_size(scores)} for a head, "
-        f"{data_size(heads * scores)} for all {heads:,}. FlashAttention's order N^2 d^2 / M, with M = {M:,} elements "
-        f"of SRAM, is {order:,.0f}, without its constant factor."
+        f"Q, K, V and O once, S and P twice each. S alone is {data_size(scores)} for a head{of_all}. FlashAttention's "
+        f"order N^2 d^2 / M, with M = {M:,} elements of SRAM, is {figure(order)}, without its constant factor."
     )
 
 
@@ -48,7 +48,7 @@ def _of_case(case: Case, setting: Setting) -> str:
         f"{case.variant} {case.pass_name}: {found.flops / 1e9:,.4g} GFLOP, {data_size(found.asked_bytes)} asked for, "
         f"{data_size(found.compulsory_bytes)} if each matrix moved once. {_of_loops(case, setting)} "
     )
-    text += f"{_of_l2(found, setting.device)}: {data_size(found.hbm_bytes)}. "
+    text += f"{_of_l2(found, setting.device)} "
     sms = "" if found.share_of_sms == 1 else f" on the {found.share_of_sms:.0%} of the SMs that it has programs for"
     return text + (
         f"{figure(found.intensity)} FLOPs for each byte: bound by {found.bound}{sms}, at least "
@@ -63,20 +63,30 @@ def _of_l2(found: Estimate, device: Device) -> str:
         "taken to keep what SMs of both halves use. "
     )
     if found.stays_in_l2:
-        return text + "All fit, so HBM need see each input and output once"
+        return text + f"All fit, so HBM need see each input and output once: {data_size(found.hbm_bytes)}."
     text += "Not all fit, so each pass takes its own from HBM. "
-    if not found.reused_bytes:
-        return text + "No pass reads anything twice, so HBM sees all that is asked for"
-    text += f"What a pass reads again and again is {data_size(found.reused_bytes)} at most. "
-    if found.fits_l2:
-        return text + "That fits, so HBM need see each matrix once in a pass"
-    if found.sharers > 1:
-        return text + (
-            f"That does not fit, but {found.sharers} programs side by side read the same blocks, so HBM need see them "
-            "once for all of these"
+    again = [_of_reuse(one, device) for one in found.passes if one.reads_again]
+    if not again:
+        return text + f"No pass reads anything twice, so HBM sees all that is asked for: {data_size(found.hbm_bytes)}."
+    if len(found.passes) > 1:
+        again.append(f"With what other passes ask for, HBM sees {data_size(found.hbm_bytes)}.")
+    return text + " ".join(again)
+
+
+def _of_reuse(one: PassEstimate, device: Device) -> str:
+    """Why HBM sees as much as it does of a pass that reads something again and again."""
+    if one.fits_l2:
+        why = "that fits, so HBM need see each matrix once in it"
+    elif one.sharers > 1:
+        why = (
+            f"that does not fit, but up to {one.sharers} programs side by side read the same blocks, so HBM need see "
+            "them once for all of these"
         )
-    served = ", but for what the other half of L2 serves" if found.reused_bytes <= device.l2_bytes else ""
-    return text + f"That does not fit, so HBM sees all that is asked for{served}"
+    else:
+        why = "that does not fit, so HBM sees all that is asked for"
+        why += ", but for what the other half of L2 serves" if one.reused_bytes <= device.l2_bytes else ""
+    reused = f"What programs at work at a time read again and again in the pass {one.name} is "
+    return f"{reused}{data_size(one.reused_bytes)} at most; {why}: {data_size(one.hbm_bytes)}."
 
 
 def _of_loops(case: Case, setting: Setting) -> str:
@@ -88,15 +98,17 @@ def _of_loops(case: Case, setting: Setting) -> str:
         carried = "O, l and m travel" if case.pass_name == "forward" else "dQ travels"
         order = flash_elements(shape.q_len, shape.head_dim, launch.sram_elements)
         elements = total_elements(case.work.transfers) / (shape.batch * shape.num_q_heads)
+        blocks = -(-shape.kv_len // B_c)
         return (
-            f"{-(-shape.kv_len // B_c):,} blocks of {B_c} keys meet the queries that see them, {B_r} at a "
+            f"The keys, in {blocks:,} {noun('block', blocks)} of {B_c}, meet the queries that see them, {B_r} at a "
             f"time; {carried} to memory and back each time. A head's {elements:,.0f} elements are "
-            f"{elements / order:.1f} times N^2 d^2 / M."
+            f"{figure(elements / order)} times N^2 d^2 / M."
         )
     if case.pass_name == "forward":
         tile = launch.tiles.forward
+        tiles = -(-shape.q_len // tile.BLOCK_M)
         return (
-            f"{-(-shape.q_len // tile.BLOCK_M):,} tiles of {tile.BLOCK_M} queries, each with O on chip, read the keys "
+            f"The queries, in {tiles:,} {noun('tile', tiles)} of {tile.BLOCK_M}, each with O on chip, read the keys "
             f"that they see, {tile.BLOCK_N} at a time."
         )
     dkdv, dq = launch.tiles.dkdv, launch.tiles.dq
@@ -129,8 +141,8 @@ def _of_comparison(here: list[Case]) -> list[str]:
                 getattr(other, name) / getattr(base, name) for name in ("flops", "hbm_bytes", "seconds")
             )
             texts.append(
-                f"{variant} {pass_name} against standard: {flops:.3g} times the FLOPs, {hbm:.3g} times the bytes of "
-                f"HBM, {time:.3g} times the least time."
+                f"{variant} {pass_name} against standard: {figure(flops)} times the FLOPs, {figure(hbm)} times the "
+                f"bytes of HBM, {figure(time)} times the least time."
             )
     return texts
 
@@ -145,7 +157,8 @@ def _of_counters(counted: list[Counted]) -> list[str]:
         shares = [one.counters.dram / one.counters.l2 for one in found]
         sentences.append(
             f"{variant}: DRAM moved {figure(furthest.ratio)} times the model's bytes where they differ most "
-            f"({furthest.counters.pass_name}, {furthest.counters.length:,} tokens), and {min(shares):.1%} to "
+            f"({furthest.counters.pass_name}, {furthest.counters.length:,} "
+            f"{noun('token', furthest.counters.length)}), and {min(shares):.1%} to "
             f"{max(shares):.1%} as many bytes as went through L2."
         )
     sentences.append(

@@ -179,6 +179,28 @@ def test_a_pass_that_reads_nothing_again_asks_for_matrices_once(variant, pass_na
         assert all(once) or one.reused_bytes > 0
 
 
+@pytest.mark.parametrize(
+    ("mask", "readers", "widest"),
+    [
+        (Intervals.full(), 8, 16),
+        (Intervals.causal(), 8, 16),
+        (Intervals.window(3, 0), 3, 6),
+        (Intervals.window(0, 0), 1, 2),
+        (Intervals.causal().in_documents(torch.tensor([[0] * 4 + [1] * 6 + [2] * 6, [0] * 8 + [1] * 8])), 4, 8),
+    ],
+    ids=["full", "causal", "window", "diagonal", "documents"],
+)
+def test_readers_and_what_they_read_again_follow_the_mask(mask, readers, widest):
+    """16 tokens in two rows, d = 2, tiles of 2: with a window of 4 keys a tile sees 3 blocks, and 3 tiles a block."""
+    shape = Shape(2, 16, 16, 4, 2, 2)
+    (forward,) = predict("flash_v2", "forward", shape, mask, HALF, square(2)).passes
+    delta, dkdv, dq = predict("flash_v2", "backward", shape, mask, HALF, square(2)).passes
+    assert delta.reused_bytes == 0
+    assert forward.readers == dkdv.readers == dq.readers == readers
+    assert forward.reused_bytes == dq.reused_bytes == 2 * widest * 2 * 2
+    assert dkdv.reused_bytes == 2 * 2 * widest * (2 * 2 + 4)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_batch_of_equal_rows_is_its_rows(variant):
     one, three = (

@@ -16,9 +16,9 @@ NO_L2 = replace(H200, l2_bytes=0)
 ONCE = (Transfer("forward", "Q", "read", 500, 2),)
 
 
-def one_pass(*, flops=10**6, asked=10_000, reused=0, heads=1, programs=None):
+def one_pass(*, flops=10**6, asked=10_000, reused=0, readers=1, heads=1, programs=None):
     """It asks for Q, of 500 elements of 2 bytes, in all for `asked` bytes."""
-    return Pass("forward", (Transfer("forward", "Q", "read", asked // 2, 2),), flops, reused, heads, programs)
+    return Pass("forward", (Transfer("forward", "Q", "read", asked // 2, 2),), flops, reused, readers, heads, programs)
 
 
 def work(*passes, size=500):
@@ -46,9 +46,11 @@ def test_matrices_that_stay_in_half_of_l2_come_from_hbm_once():
 
 def test_what_a_pass_reads_again_comes_from_hbm_once_for_each_pass_where_half_of_l2_keeps_it():
     fits = estimated(one_pass(reused=40), one_pass(reused=50), device=replace(H200, l2_bytes=100))
-    assert fits.fits_l2 and fits.reused_bytes == 50 and fits.hbm_bytes == 2 * 1000
+    assert [(one.fits_l2, one.reused_bytes) for one in fits.passes] == [(True, 40), (True, 50)]
+    assert fits.hbm_bytes == 2 * 1000
     one_fits = estimated(one_pass(reused=40), one_pass(reused=51), device=replace(H200, l2_bytes=100))
-    assert not one_fits.fits_l2 and one_fits.hbm_bytes == 1000 + 10_000
+    assert [(one.fits_l2, one.hbm_bytes) for one in one_fits.passes] == [(True, 1000), (False, 10_000)]
+    assert one_fits.hbm_bytes == 1000 + 10_000
     assert one_fits.intensity == 2 * 10**6 / 11_000
 
 
@@ -63,15 +65,30 @@ def test_a_program_that_asks_for_less_than_all_needs_no_more():
 
 
 def test_programs_of_a_head_share_what_they_read():
-    found = estimated(one_pass(reused=10**9, heads=8, programs=9))
+    (found,) = estimated(one_pass(reused=10**9, readers=9, heads=8, programs=9)).passes
     assert found.sharers == 9 and found.hbm_bytes == 1000 + 9000 // 9
-    assert estimated(one_pass(reused=10**9, programs=1000)).sharers == 132
+    (found,) = estimated(one_pass(reused=10**9, readers=1000, programs=1000)).passes
+    assert found.sharers == 132
 
 
 def test_heads_at_work_together_are_those_that_fill_the_device():
-    assert estimated(one_pass(reused=7, heads=20, programs=40)).reused_bytes == 4 * 7
-    assert estimated(one_pass(reused=7, heads=2, programs=40)).reused_bytes == 2 * 7
-    assert estimated(one_pass(reused=7, heads=200, programs=1)).reused_bytes == 132 * 7
+    def at_work(**how):
+        (found,) = estimated(one_pass(reused=7, **how)).passes
+        return found.reused_bytes / 7
+
+    assert at_work(readers=40, heads=20, programs=40) == 4
+    assert at_work(readers=40, heads=2, programs=40) == 2
+    assert at_work(heads=200, programs=1) == 132
+
+
+def test_where_neighbours_alone_read_the_same_there_are_several_groups_of_a_head():
+    """Of 17 programs: 132 SMs have 8 of them at work, of 40 programs there are 3."""
+    (found,) = estimated(one_pass(reused=7, readers=17, programs=2048), device=H200).passes
+    assert (found.sharers, found.reused_bytes) == (17, 8 * 7)
+    (found,) = estimated(one_pass(reused=7, readers=17, programs=40), device=H200).passes
+    assert found.reused_bytes == 3 * 7
+    (found,) = estimated(one_pass(reused=10**9, readers=17, programs=2048)).passes
+    assert found.hbm_bytes == 1000 + 9000 // 17
 
 
 def test_few_programs_have_few_sms():
@@ -93,17 +110,35 @@ COUNTED = {
 }
 
 
-def modelled(variant, pass_name, length):
-    """Bytes of HBM of what was counted."""
-    dtype, mask, shape = torch.bfloat16, Intervals.full(), Shape(1, length, length, 16, 16, 128)
+def on_h200(variant, pass_name, length, mask):
+    """The estimate for 16 heads of 128 in bf16."""
+    dtype, shape = torch.bfloat16, Shape(1, length, length, 16, 16, 128)
     launch = Launch(tiles("sm_90", 128, dtype, mask.is_full), H200.sram_elements)
     found = predict(variant, pass_name, shape, mask, dtype, launch)
-    return estimate(found, compulsory(pass_name, shape, dtype), H200, nominal(H200, dtype)).hbm_bytes
+    return estimate(found, compulsory(pass_name, shape, dtype), H200, nominal(H200, dtype))
+
+
+def modelled(variant, pass_name, length):
+    """Bytes of HBM of what was counted."""
+    return on_h200(variant, pass_name, length, Intervals.full()).hbm_bytes
+
+
+@pytest.mark.parametrize(
+    ("mask", "sharers", "mebibytes"),
+    [(Intervals.full(), 132, 64), (Intervals.causal(), 132, 64), (Intervals.window(1023, 0), 17, 8 * 17 / 32)],
+    ids=str,
+)
+def test_what_programs_share_and_read_again_is_what_the_mask_shows_them(mask, sharers, mebibytes):
+    """At 128k a key is seen by all tiles of queries, or by 17 of 64 with a window of 1,024 keys, of which each tile
+    reads 17 blocks of 64: of K and V 17/32 MiB, in 8 places at a time."""
+    (found,) = on_h200("flash_v2", "forward", 131_072, mask).passes
+    assert (found.sharers, found.reused_bytes) == (sharers, mebibytes * 2**20)
 
 
 @pytest.mark.parametrize(("variant", "pass_name"), COUNTED)
 def test_the_model_is_near_what_the_h200_counted(variant, pass_name):
-    """Within 15 % for standard and a quarter for all: L2 serves a part of flash_v1's forward at 4k."""
+    """Within the 15 % that the issue asks of standard, and a quarter for the others: L2 serves a part of flash_v1's
+    forward at 4k."""
     for length, counted in COUNTED[variant, pass_name].items():
         model = modelled(variant, pass_name, length)
         assert counted * 2**30 == pytest.approx(model, rel=0.15 if variant == "standard" else 0.25)
@@ -112,9 +147,11 @@ def test_the_model_is_near_what_the_h200_counted(variant, pass_name):
 @pytest.mark.parametrize("length", [4096, 8192, 16384])
 @pytest.mark.parametrize("pass_name", ["forward", "backward"])
 def test_the_order_is_that_of_what_the_h200_counted(pass_name, length):
-    names = ("flash_v1", "standard", "flash_v2")
-    assert sorted(names, key=lambda name: -COUNTED[name, pass_name][length]) == list(names)
-    assert sorted(names, key=lambda name: -modelled(name, pass_name, length)) == list(names)
+    def counted(name):
+        return COUNTED[name, pass_name][length]
+
+    names = ("standard", "flash_v1", "flash_v2")
+    assert sorted(names, key=lambda name: modelled(name, pass_name, length)) == sorted(names, key=counted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
