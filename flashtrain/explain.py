@@ -30,6 +30,7 @@ from flashtrain.performance.explanation import (
     count_sheet,
     counter_sheet,
     markdown,
+    noun,
     sheets,
     terminal_table,
 )
@@ -40,6 +41,18 @@ from flashtrain.performance.operators import block
 from flashtrain.performance.roofline import Estimate, Rates, estimate, nominal
 from flashtrain.performance.timing import CudaClock
 from flashtrain.performance.walk_through import walk_through
+
+MOST = {
+    "head_dim": 256,  # where the kernels and the table of their tiles end
+    "batch": 2**24,
+    "window": 2**24,
+    "longest_document": 2**24,
+    "count_length": 2**12,
+}
+"""The largest values of some settings."""
+
+MOST_TOKENS = 2**24
+"""In a call, rows times length."""
 
 
 @dataclass
@@ -103,9 +116,14 @@ class ExplainConfig:
         for name, lengths in (("lengths", self.lengths), ("counter_lengths", self.counter_lengths or [])):
             if small := [length for length in lengths if length < 1]:
                 problems.append(f"{name} has {', '.join(map(str, small))}; all must be at least 1")
+        problems += [
+            f"{name} is {value}; it must be at most {most}"
+            for name, most in MOST.items()
+            if (value := getattr(self, name)) is not None and value > most
+        ]
         problems += once_each("lengths", self.lengths)
         problems += once_each("counter_lengths", self.counter_lengths) if self.counter_lengths else []
-        if self.longest < 0:
+        if not self.longest >= 0:  # so that NaN is refused too
             problems.append(f"longest is {self.longest}; it must be 0 or more")
         if self.warmup < 0:
             problems.append(f"warmup is {self.warmup}; it must be 0 or more")
@@ -115,7 +133,14 @@ class ExplainConfig:
             problems.append("output is empty; name a new folder, or leave it out for runs/ with the time")
         elif self.output is not None and Path(self.output).exists():
             problems.append(f"output={self.output} exists; name another")
-        if not problems and self.num_heads % self.kv_heads:
+        if problems:
+            return problems
+        longest = max(self.length, *self.lengths, *(self.counter_lengths or []))
+        if longest * self.batch > MOST_TOKENS:
+            problems.append(
+                f"the longest length is {longest} and batch {self.batch}; a call must have at most {MOST_TOKENS} tokens"
+            )
+        if self.num_heads % self.kv_heads:
             problems.append(f"num_kv_heads is {self.num_kv_heads} and does not divide the {self.num_heads} heads")
         return problems
 
@@ -145,20 +170,22 @@ def run(config: ExplainConfig) -> None:
     for length in sorted({*config.lengths, config.length}):
         predicted = _cases(config, variants, length, device, masks, setting.rates)
         if is_here:
-            console.print(f"measuring at {length:,} tokens", highlight=False)
+            console.print(f"measuring at {length:,} {noun('token', length)}", highlight=False)
         cases += _measured(config, predicted, masks) if is_here else predicted
     forward = {name: _forward(name, setting) for name in variants}
     operators = block(setting.shape, dtype, forward)
     by_hardware, remarks = _by_hardware(config, variants, masks, setting) if is_here else ([], [])
+    counted, uncounted = _counted(config, variants, masks) if config.count_length else ([], [])
     text = walk_through(cases, setting, by_hardware)
     all_sheets = sheets(cases, setting, operators)
     if by_hardware:
         all_sheets.append(counter_sheet(by_hardware))
+    if counted:
+        all_sheets.append(count_sheet(counted, config.count_length))
     for sheet in all_sheets:
         console.print("", terminal_table(sheet))
-    for remark in remarks:
+    for remark in [*remarks, *uncounted]:
         console.print(remark, markup=False, highlight=False)
-    counted = _counted(config, variants, masks, console) if config.count_length else []
     console.print("", "\n\n".join(text), markup=False, highlight=False)
 
     facts = runs.provenance()
@@ -299,8 +326,8 @@ def _measured(config: ExplainConfig, cases: list[Case], masks: Masks) -> list[Ca
     return [replace(case, measurement=measurements.get((case.variant, case.pass_name))) for case in cases]
 
 
-def _counted(config: ExplainConfig, variants: list[str], masks: Masks, console: Console) -> list[Comparison]:
-    """Said here too, with what cannot be counted."""
+def _counted(config: ExplainConfig, variants: list[str], masks: Masks) -> tuple[list[Comparison], list[str]]:
+    """What variants moved when they ran, and why some cannot be counted."""
     length = config.count_length
     intervals = masks.intervals(config.mask, config.batch, length, "cpu")
     spec = _problem(config, length).spec(intervals, "cpu", torch.float32)
@@ -308,10 +335,7 @@ def _counted(config: ExplainConfig, variants: list[str], masks: Masks, console: 
     found = [
         one for name in variants if name not in refused for one in compare(name, _shape(config, length), intervals)
     ]
-    console.print("", terminal_table(count_sheet(found, length)))
-    for name, reason in refused.items():
-        console.print(f"{name} {reason}", highlight=False)
-    return found
+    return found, [f"{name} {reason}" for name, reason in refused.items()]
 
 
 def _by_hardware(

@@ -1,6 +1,7 @@
 """`python -m flashtrain.explain` from the command line to its files, on a machine without a GPU."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from commands import SMALL_EXPLAIN, run_command
 
+from flashtrain.explain import MOST
+from flashtrain.kernels.attention import tiles
 from flashtrain.performance.counters import Counters
 from flashtrain.performance.counters import count as real_count
 from flashtrain.performance.devices import DEVICES
@@ -117,13 +120,42 @@ def test_the_text_follows_the_numbers(explain, tmp_path):
     large = told("length=16384", "lengths=[16384]", "num_heads=16")
     assert "standard forward: 2,199 GFLOP" in large and "half of L2, 20.0 MiB, is taken to keep" in large
     assert large.count("No pass reads anything twice, so HBM sees all that is asked for: ") == 2
-    assert large.count("That does not fit, so HBM sees all that is asked for: ") == 2
-    assert large.count("That fits, so HBM need see each matrix once in a pass: ") == 2
+    assert large.count("that does not fit, so HBM sees all that is asked for: ") == 2
+    assert large.count("that fits, so HBM need see each matrix once in it: ") == 3
     assert "bound by memory" in large and "on the 15% of the SMs that it has programs for" in large
     partly = told("length=4096", "lengths=[4096]", "num_heads=8", "variants=[flash_v1]", "passes=[forward]")
     assert "HBM sees all that is asked for, but for what the other half of L2 serves" in partly
     longest = told("length=65536", "lengths=[65536]", "num_heads=1", "variants=[flash_v2]", "passes=[forward]")
-    assert "That does not fit, but 108 programs side by side read the same blocks" in longest
+    assert "that does not fit, but up to 108 programs side by side read the same blocks" in longest
+
+
+def test_each_pass_says_what_it_reads_again(explain):
+    """Half of the H200's L2 keeps K and V of the head dims, not Q and dO of three heads."""
+    sizes = ["head_dim=256", "num_heads=6", "num_kv_heads=2", "batch=2", "length=4096", "lengths=[4096]"]
+    shown, found = explain("device=h200", *sizes, "variants=[flash_v2]", "passes=[backward]")
+    told = " ".join(shown.split())
+    again = "What programs at work at a time read again and again in the pass"
+    assert f"{again} dK, dV is 36.3 MiB at most; that does not fit, but up to 64 programs side by side" in told
+    assert f"{again} dQ is 12.0 MiB at most; that fits, so HBM need see each matrix once in it: 88.4 MiB." in told
+    (row,) = found["cases"]
+    assert f"With what other passes ask for, HBM sees {data_size(row['hbm_bytes'])}." in told
+    assert [(one["name"], one["fits_l2"]) for one in row["passes"]] == [
+        ("delta", True), ("dK, dV", False), ("dQ", True),
+    ]  # fmt: skip
+    assert row["hbm_bytes"] == sum(one["hbm_bytes"] for one in row["passes"])
+
+
+def test_under_a_window_as_much_is_read_again_as_the_window_shows(explain):
+    sizes = ["length=131072", "lengths=[131072]", "num_heads=16", "head_dim=128", "window=1024"]
+    shown, _ = explain("device=h200", "mask=window", *sizes, "variants=[flash_v2]", "passes=[forward]")
+    assert "in the pass forward is 4.25 MiB at most; that fits, so HBM need see" in " ".join(shown.split())
+
+
+def test_one_of_something_is_in_the_singular(explain):
+    shown, _ = explain("device=h200", "length=1", "lengths=[1]", "num_heads=1")
+    told = " ".join(shown.split())
+    assert "1 token: full, 1 head of 16," in told and "in 1 tile of 64," in told and "in 1 block of 512," in told
+    assert "for all 1" not in told and not re.search(r"(?<![\d.,])1 (tokens|heads|tiles|blocks)\b", told)
 
 
 def test_passes_that_a_mask_adds_are_named(explain):
@@ -148,11 +180,16 @@ def test_operators_are_classed(explain):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for CPUs")
-def test_counts_are_shown_beside_the_model(explain):
+def test_counts_are_shown_beside_the_model(explain, tmp_path):
     shown, found = explain("count_length=40", "mask=causal", "num_kv_heads=1")
     assert len(found["counted"]) == 6 and all(one["equal"] for one in found["counted"])
     assert all(one["counted_elements"] == one["model_elements"] > 0 for one in found["counted"])
-    assert f"{found['counted'][0]['counted_elements']:,}" in shown
+    row = f"| standard forward | {found['counted'][0]['counted_elements']:,} | "
+    page = (tmp_path / "told" / "explain.md").read_text()
+    for text in (shown, page):
+        assert "Elements at 40 tokens, counted as each runs" in text
+        assert all(f"{one['counted_elements']:,}" in text for one in found["counted"])
+    assert row in page
 
 
 def test_what_cannot_be_counted_says_why(explain, monkeypatch):
@@ -251,6 +288,19 @@ def test_a_folder_that_cannot_be_made_is_known_before_anything_is_measured(gpu, 
     assert mistake("device=a100", "output=file/told") == sentence
 
 
+def test_standard_alone_ends_where_the_table_of_tiles_does(tmp_path):
+    """Where the kernels end, too."""
+    sentence = "head_dim is 300; it must be at most 256"
+    assert mistake("device=h200", "head_dim=300", "variants=[standard]", "output=told") == sentence
+    assert list(tmp_path.iterdir()) == []
+    for device in DEVICES.values():
+        assert tiles(device.architecture, MOST["head_dim"], torch.bfloat16).forward.BLOCK_M
+    limits = f"flash_v1 takes head dimensions from 16 to {MOST['head_dim']} in multiples of 8, not 20"
+    assert limits in mistake("device=h200", "head_dim=20", "variants=[flash_v1]", "output=told")
+    sizes = [f"head_dim={MOST['head_dim']}", "lengths=[64]", "length=64"]
+    run_command(COMMAND, *SMALL_EXPLAIN, "device=h200", *sizes, "output=told")
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_device_is_explained(device, tmp_path):
     run_command(COMMAND, *SMALL_EXPLAIN, f"device={device}", "output=told")
@@ -271,6 +321,13 @@ def test_every_device_is_explained(device, tmp_path):
         ("count_length=0", "count_length is 0; it must be at least 1"),
         ("num_kv_heads=3", "num_kv_heads is 3 and does not divide the 2 heads"),
         ("head_dim=20", "flash_v1 takes head dimensions from 16 to 256 in multiples of 8, not 20"),
+        ("head_dim=264", "head_dim is 264; it must be at most 256"),
+        ("lengths=[100000000000]", "the longest length is 100000000000 and batch 1; a call must have at most 16777216"),
+        ("length=16777217", "the longest length is 16777217 and batch 1; a call must have at most 16777216 tokens"),
+        ("batch=131072", "the longest length is 16384 and batch 131072; a call must have at most 16777216 tokens"),
+        ("count_length=100000", "count_length is 100000; it must be at most 4096"),
+        ("window=100000000000000000000", "window is 100000000000000000000; it must be at most 16777216"),
+        ("longest=nan", "longest is nan; it must be 0 or more"),
         ("head_dims=[64]", "there is no setting head_dims; did you mean head_dim?"),
         ("dtype=float8", "dtype has float8; did you mean float32?"),
         ("rounds=0", "rounds is 0; it must be at least 1"),
