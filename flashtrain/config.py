@@ -1,7 +1,7 @@
 """The schema of every setting, and what makes settings one run: known keys, a saved run, no contradictions.
 
 The dataclasses are what Hydra checks each key and value against; YAML files in conf/ hold values only. `settle`
-turns what Hydra composed into a `Config`, with a run's own settings where `run` or `resume` names its folder.
+turns what Hydra composed into a `Config`, with a run's own settings where `run` or `resume` names it.
 Only the verbs read a `Config`: below them code takes plain arguments. A command that makes and reads no run has
 a `Root` of its own instead.
 """
@@ -30,6 +30,9 @@ from flashtrain.training.schedule import SCHEDULES, ScheduleOptions
 CHANGEABLE = ("attention", "trainer", "eval", "generate", "logger")
 
 MOST_SEEDS = 2**32
+
+# Of what these count there may be none.
+MAY_BE_NONE = ("keep_last",)
 
 # What one command does, not what a run is: never taken from a saved run.
 INVOCATION = ("output", "resume", "run", "checkpoint")
@@ -77,6 +80,8 @@ class TrainConfig:
     """Validation tokens scored each time, at most."""
     checkpoint_every: int
     """Optimizer steps between saves of the last checkpoint."""
+    keep_last: int
+    """How many of these are kept beside it, with names by step; 0: only the last, and the best."""
     log_every: int
     """Optimizer steps between logged rows."""
 
@@ -131,7 +136,8 @@ class Config:
     output: str | None
     """Folder of the new run; null: runs/ with the time, the model and the attention."""
     resume: str | None
-    """Folder of an interrupted run to continue."""
+    """Folder of an interrupted run to continue, or one of its checkpoints to go back to. With `output`, for a command
+    that is run again: auto (continue where there is a checkpoint, or start), must (continue) or never (start)."""
     run: str | None
     """Folder of a finished run to evaluate or to sample from."""
     checkpoint: str
@@ -149,22 +155,35 @@ CHOICES = {
 def settle(composed: DictConfig, overrides: list[str]) -> Config:
     """The settings of one run from what Hydra composed and the command line that it composed them from.
 
-    Where `resume` or `run` names a folder, its settings hold, but for `CHANGEABLE` ones that are given. Raises
+    Where `resume` or `run` names a run, its settings hold, but for `CHANGEABLE` ones that are given. Where `resume`
+    is a word, those of the command line hold, and are those of a run in `output` but for `CHANGEABLE` ones. Raises
     UserError for an unknown key (also one added with +), for a changed setting of a saved run and, all at once,
     for every contradiction.
     """
     _refuse_unknown_keys(composed)
-    named = [key for key in ("output", "resume", "run") if composed[key] is not None]
+    by_word = composed.resume in runs.RESUME_WORDS
+    if by_word and composed.output is None:
+        raise UserError(
+            f"resume={composed.resume} is for a run whose folder is given: say output=DIR too; a folder of that name "
+            f"is resume=./{composed.resume}"
+        )
+    folders = {"output": composed.output, "resume": None if by_word else composed.resume, "run": composed.run}
+    named = [key for key, folder in folders.items() if folder is not None]
     if len(named) > 1:
         raise UserError(
             f"{' and '.join(named)} are set together; output makes a run, resume continues one, run evaluates one: "
             "name one"
         )
-    folder = composed.resume or composed.run
-    config = OmegaConf.to_object(_of_saved_run(Path(folder), composed, overrides) if folder else composed)
+    if folders["resume"]:
+        composed = _of_saved_run(runs.folder_of(composed.resume), composed, overrides)
+    elif composed.run:
+        composed = _of_saved_run(Path(composed.run), composed, overrides)
+    config = OmegaConf.to_object(composed)
     config.optimizer = config.optimizer.resolve(config.model.hidden_size)
     config.eval = config.eval.resolve(config.train.sequence_length, config.model.position_limit)
     _refuse(contradictions(config))
+    if by_word:
+        _refuse_another_run(Path(config.output), config)
     return config
 
 
@@ -281,6 +300,19 @@ def _of_saved_run(folder: Path, composed: DictConfig, overrides: list[str]) -> D
     return settings
 
 
+def _refuse_another_run(folder: Path, config: Config) -> None:
+    """Raise UserError where `folder` is of a run with other settings, but for the changeable ones."""
+    if not (folder / runs.CONFIG_FILE).exists():
+        return
+    saved, asked = _saved(folder), OmegaConf.structured(config)
+    keys = [key for key in saved if key not in (*CHANGEABLE, *INVOCATION)]
+    if differences := [line for key in keys for line in _differences(key, saved[key], asked[key])]:
+        raise UserError(
+            f"{folder} was made with other settings: {'; '.join(differences)}; give those that are there, or another "
+            f"output, since only {', '.join(CHANGEABLE)} may change"
+        )
+
+
 def _saved(folder: Path) -> DictConfig:
     path = folder / runs.CONFIG_FILE
     try:
@@ -313,8 +345,8 @@ def contradictions(config: Config) -> list[str]:
     """Every problem that the settings have together, one sentence each."""
     return [
         *_misnamed(config),
-        *_below_one("train", config.train),
-        *_below_one("trainer", config.trainer),
+        *_too_low("train", config.train),
+        *_too_low("trainer", config.trainer),
         *_sizes(config.train, config.model.position_limit),
         *_profile(config.trainer.profile_steps, config.train.steps),
         *config.model.validate(),
@@ -345,12 +377,14 @@ def _invocation(config: Config) -> list[str]:
     return problems
 
 
-def _below_one(group: str, options: TrainConfig | TrainerConfig) -> list[str]:
-    """All integers of these groups count something of which there is at least one."""
+def _too_low(group: str, options: TrainConfig | TrainerConfig) -> list[str]:
+    """All integers of these groups count something; of most there is at least one."""
+    counts = {name: value for name, value in vars(options).items() if type(value) is int}
+    least = {name: 0 if name in MAY_BE_NONE else 1 for name in counts}
     return [
-        f"{group}.{name} is {value}; it must be at least 1"
-        for name, value in vars(options).items()
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1
+        f"{group}.{name} is {value}; it must be at least {least[name]}"
+        for name, value in counts.items()
+        if value < least[name]
     ]
 
 

@@ -24,6 +24,7 @@ from flashtrain.model.attention import causal_window
 from flashtrain.model.gpt import GPT
 from flashtrain.model.head import summed_cross_entropy, token_nll
 from flashtrain.performance.flops import flops_per_token, peak_flops, visible_keys
+from flashtrain.training.checkpoint import read_checkpoint
 from flashtrain.training.loggers import build_loggers, require_wandb
 from flashtrain.training.meter import SpeedMeter, peak_memory_gib
 from flashtrain.training.module import TrainingModule
@@ -49,9 +50,11 @@ def run(config: Config) -> None:
     if config.logger.wandb:
         require_wandb()
     console = Console()
-    if config.resume is not None and (Path(config.resume) / runs.RESULT_FILE).exists():
-        _say(console, f"{config.resume} has taken all its steps; evaluate it with run={config.resume}")
+    checkpoint = runs.checkpoint_to_resume(config.output, config.resume)
+    if checkpoint is not None and (finished := _finished(config)):
+        _say(console, f"{finished} has taken all its steps; evaluate it with run={finished}")
         return
+    step = 0 if checkpoint is None else read_checkpoint(checkpoint)["global_step"]
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()  # those of a sweep's earlier jobs
     made = assemble(config, trains=True)
@@ -61,11 +64,11 @@ def run(config: Config) -> None:
     module = _training_module(config, made, shape)
     if reason := evaluate.unscorable(corpus, config.eval):
         log.warning("perplexity by context will not be measured: %s", reason)
-    folder = _folder(config, made, corpus)
+    folder = _folder(config, made, corpus, checkpoint)
     meter = SpeedMeter(config.train.tokens_per_step)
     trainer = _trainer(config, made, corpus, folder, meter, console)
-    log.info(_summary(config, made, corpus, shape))
-    trainer.fit(module, data, ckpt_path=_checkpoint_to_resume(config))
+    log.info(_summary(config, made, corpus, shape, step))
+    trainer.fit(module, data, ckpt_path=checkpoint)
     if trainer.global_step < config.train.steps:
         _say(console, f"stopped after step {trainer.global_step}; continue with resume={folder}")
         return
@@ -122,6 +125,7 @@ def _trainer(
         num_steps=train.steps,
         validate_every=train.validate_every,
         checkpoint_every=train.checkpoint_every,
+        keep_last=train.keep_last,
         log_every=train.log_every,
         checkpoint_folder=folder / runs.CHECKPOINT_FOLDER,
         loggers=build_loggers(logs, **vars(logger), run_name=folder.name, settings=dataclasses.asdict(config)),
@@ -133,16 +137,29 @@ def _trainer(
     )
 
 
-def _folder(config: Config, made: Assembly, corpus: Corpus) -> Path:
+def _finished(config: Config) -> Path | None:
+    """The folder of the run to continue if it has its result, unless one of its checkpoints is named to go back to."""
+    folder = Path(config.output or config.resume)
+    return folder if (folder / runs.RESULT_FILE).exists() else None
+
+
+def _folder(config: Config, made: Assembly, corpus: Corpus, checkpoint: Path | None) -> Path:
     """The folder of this run, with its settings saved; a resumed one has to have the same corpus."""
-    if config.resume is not None:
-        folder = Path(config.resume)
+    if checkpoint is not None:
+        folder = checkpoint.parent.parent
         runs.require_same(folder, "corpus", corpus.fingerprint)
+        runs.remove_partial_files(folder)
+        (folder / runs.RESULT_FILE).unlink(missing_ok=True)  # that of the steps which are taken again
         recorded = runs.read_provenance(folder)
         recorded.setdefault("resumed", []).append(runs.provenance(attention=made.variant))
         runs.write_json(folder / runs.PROVENANCE_FILE, recorded)
         return folder
-    folder = runs.new_folder(config.output, f"{config.model.name}_{made.variant}")
+    if config.resume is None:
+        folder = runs.new_folder(config.output, f"{config.model.name}_{made.variant}")
+    else:
+        folder = runs.folder_to_start_in(config.output)
+        runs.remove_partial_files(folder)
+    runs.write_whole(folder / runs.CONFIG_FILE, to_yaml(config))
     facts = runs.provenance(
         corpus=corpus.fingerprint,
         tokenizer=made.tokenizer.fingerprint,
@@ -150,14 +167,7 @@ def _folder(config: Config, made: Assembly, corpus: Corpus) -> Path:
         parameters=made.model.num_parameters(),
     )
     runs.write_json(folder / runs.PROVENANCE_FILE, facts)
-    runs.write_whole(folder / runs.CONFIG_FILE, to_yaml(config))
     return folder
-
-
-def _checkpoint_to_resume(config: Config) -> Path | None:
-    if config.resume is None:
-        return None
-    return runs.checkpoint(Path(config.resume), runs.DEFAULT_CHECKPOINT)
 
 
 def _flops(config: Config, model: GPT, corpus: Corpus) -> dict[str, float]:
@@ -180,7 +190,7 @@ def _flops(config: Config, model: GPT, corpus: Corpus) -> dict[str, float]:
     return {"mfu": count(length), "mfu_visible": count(visible)}
 
 
-def _summary(config: Config, made: Assembly, corpus: Corpus, shape: StepShape) -> str:
+def _summary(config: Config, made: Assembly, corpus: Corpus, shape: StepShape, start: int) -> str:
     device, train = made.device, config.train
     return "\n".join(
         [
@@ -190,6 +200,7 @@ def _summary(config: Config, made: Assembly, corpus: Corpus, shape: StepShape) -
             f"step: {train.tokens_per_step:,} tokens = {shape.rows} rows of {train.sequence_length:,}"
             f"{' with documents apart' * config.data.isolate_documents}, "
             f"{shape.rows // shape.micro_batch_rows} micro-batches of {shape.micro_batch_rows}; {train.steps:,} steps",
+            f"start: after step {start:,}" if start else "start: a new run",
         ]
     )
 

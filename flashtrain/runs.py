@@ -1,6 +1,6 @@
 """The folder of a run: where each thing lies, and what is recorded so that its numbers can be traced.
 
-    config.yaml  provenance.json  result.json  sample.txt  checkpoints/{last,best}.ckpt  logs/  evaluation/
+    config.yaml  provenance.json  result.json  sample.txt  checkpoints/{last,best,step-N}.ckpt  logs/  evaluation/
 """
 
 import contextlib
@@ -18,13 +18,14 @@ from pathlib import Path
 import torch
 
 from flashtrain.errors import UserError
-from flashtrain.training.checkpoint import BEST, LAST
+from flashtrain.training.checkpoint import BEST, LAST, PARTIAL, newest_checkpoint
 
 CONFIG_FILE = "config.yaml"
 PROVENANCE_FILE = "provenance.json"
 CHECKPOINT_FOLDER = "checkpoints"
 CHECKPOINTS = {"last": LAST, "best": BEST}
 DEFAULT_CHECKPOINT = "last"
+RESUME_WORDS = ("auto", "must", "never")
 LOG_FOLDER = "logs"
 EVALUATION_FOLDER = "evaluation"
 SAMPLE_FILE = "sample.txt"
@@ -42,6 +43,51 @@ def new_folder(output: str | None, label: str) -> Path:
         except FileExistsError:
             raise UserError(f"output={output} exists; name another, or say resume={output} to continue it") from None
     return Path(output)
+
+
+def folder_to_start_in(output: str) -> Path:
+    """Make and return the folder of a run that may have started there before: new, empty, or with its settings."""
+    folder = Path(output)
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        found = {path.name for path in folder.iterdir() if not path.name.endswith(PARTIAL)}
+    if found and CONFIG_FILE not in found:
+        raise UserError(f"output={output} exists and is not the folder of a run; name another")
+    return folder
+
+
+def folder_of(resume: str) -> Path:
+    """The folder of the run that is named by it, or by one of its checkpoints."""
+    return Path(resume).parent.parent if _is_checkpoint(resume) else Path(resume)
+
+
+def _is_checkpoint(path: str) -> bool:
+    return path.endswith(Path(LAST).suffix)
+
+
+def checkpoint_to_resume(output: str | None, resume: str | None) -> Path | None:
+    """The checkpoint that a run continues from, None for one that starts.
+
+    `resume` is the folder of a run, one of its checkpoints, or, about the folder `output`, one of `RESUME_WORDS`.
+    Raises UserError where the word forbids what is found.
+    """
+    if resume is None:
+        return None
+    if resume not in RESUME_WORDS:
+        return Path(resume) if _is_checkpoint(resume) else checkpoint(Path(resume), DEFAULT_CHECKPOINT)
+    newest = newest_checkpoint(Path(output) / CHECKPOINT_FOLDER)
+    if newest is None and resume == "must":
+        raise UserError(f"resume=must, and {output} has no checkpoint; say resume=auto to start a run there")
+    if newest is not None and resume == "never":
+        raise UserError(f"resume=never, and {output} has {newest.name}; say resume=auto to continue, or another output")
+    return newest
+
+
+def remove_partial_files(folder: Path) -> None:
+    """Remove from the folder of a run what a process was writing that was killed."""
+    for part in (".", CHECKPOINT_FOLDER, LOG_FOLDER):
+        for path in (folder / part).glob(f".*{PARTIAL}"):
+            path.unlink()
 
 
 def stamped_folder(parent: Path, label: str) -> Path:
@@ -75,7 +121,7 @@ def checkpoint(folder: Path, name: str) -> Path:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file so that a reader sees all of it or none."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     with _writing(path):
         aside.write_text(text, encoding="utf-8")
         os.replace(aside, path)

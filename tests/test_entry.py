@@ -105,6 +105,11 @@ def test_an_unknown_key_is_answered_with_the_nearest(mistake, settings, group):
         ),
         (["resume=a", "run=b"], "resume and run are set together;"),
         (["output=a", "resume=b"], "output and resume are set together;"),
+        (["output=a", "resume=./auto"], "output and resume are set together;"),
+        (["output=a", "run=b", "resume=auto"], "output and run are set together;"),
+        (["resume=auto"], "resume=auto is for a run whose folder is given: say output=DIR too; a folder of that name"),
+        (["resume=a/checkpoints/last.ckpt"], "a is not the folder of a run: it has no config.yaml"),
+        (["train.keep_last=-1"], "train.keep_last is -1; it must be at least 0"),
         (["run=nowhere"], "nowhere is not the folder of a run: it has no config.yaml"),
         (["train.steps=[1"], "train.steps=[1 cannot be read ("),
     ],
@@ -164,6 +169,18 @@ def test_a_saved_run_refuses_other_settings_and_lists_them(mistake, saved_run):
     assert "model.num_layers is 2 there and 3 here; train.steps is 7 there and 8 here; leave them out" in told
     assert "model.hidden_size is 192 there and 768 here" in mistake(f"run={saved_run}", "model=gpt2")
     assert mistake(f"resume={saved_run}", "experiment=gpt2_long").startswith("experiment=... makes a new run;")
+
+
+def test_a_word_takes_the_settings_of_the_command_line_which_are_those_of_the_run(settings, mistake, saved_run):
+    same = ["model.num_layers=2", "train.steps=7", "data=text", "data.path=books", f"output={saved_run}", "resume=auto"]
+    config = settings(*same, "attention=sdpa_math", "eval.max_documents=3")
+    assert (config.attention.variant, config.eval.max_documents, config.output) == ("sdpa_math", 3, str(saved_run))
+    for word in ("auto", "must", "never"):
+        told = mistake(*same, "train.steps=8", "optimizer=muon", "data.column=body", f"resume={word}")
+        assert told.startswith(f"{saved_run} was made with other settings: ")
+        assert "data.column is None there and body here; " in told and "train.steps is 7 there and 8 here; " in told
+        assert "optimizer.name is adamw there and muon here; " in told and "or another output, " in told
+    assert settings(f"output={saved_run}/other", "resume=auto").train.steps != 7
 
 
 def test_a_damaged_config_of_a_run_is_a_mistake(mistake, saved_run):

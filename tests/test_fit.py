@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 
 import pytest
@@ -87,26 +88,75 @@ def weights_of(folder):
     return torch.load(folder / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
 
 
-def test_stopped_and_resumed_is_bit_for_bit_the_same_run(tmp_path, monkeypatch, capsys):
-    forty = ["train.steps=40", "train.log_every=20", "train.validate_every=15"]
-    train("output=straight", *forty)
-
+def train_until(monkeypatch, step, *overrides):
     report = Reporter._report
 
-    def report_and_interrupt(self, trainer, step, outputs):
-        report(self, trainer, step, outputs)
-        if step == 20:
+    def report_and_interrupt(self, trainer, reported, outputs):
+        report(self, trainer, reported, outputs)
+        if reported == step:
             signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
         patch.setattr(Reporter, "_report", report_and_interrupt)
-        train("output=stopped", *forty)
+        train(*overrides)
+
+
+def test_stopped_and_resumed_is_bit_for_bit_the_same_run(tmp_path, monkeypatch, capsys):
+    forty = ["train.steps=40", "train.log_every=20", "train.validate_every=15"]
+    train("output=straight", *forty)
+
+    train_until(monkeypatch, 20, "output=stopped", *forty)
     assert "stopped after step 20; continue with resume=stopped" in capsys.readouterr().out
     run_command("python train.py resume=stopped")
 
     straight, resumed = weights_of(tmp_path / "straight"), weights_of(tmp_path / "stopped")
     assert straight.keys() == resumed.keys()
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_one_command_starts_continues_and_finishes_a_run(tmp_path, monkeypatch, capsys, caplog):
+    same = ["output=run", "resume=auto", "train.log_every=2"]
+    assert "resume=must, and run has no checkpoint; say resume=auto" in sentence_of(*same, "resume=must")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.config.yaml.1.partial").touch()  # killed at once
+    train_until(monkeypatch, 2, *same)
+    assert "start: a new run" in caplog.text and "continue with resume=run" in capsys.readouterr().out
+    assert "resume=never, and run has last.ckpt; say resume=auto" in sentence_of(*same, "resume=never")
+    (tmp_path / "run/checkpoints/.last.ckpt.partial").touch()
+    train(*same, "trainer.micro_batch_tokens=64")
+    assert "start: after step 2" in caplog.text and "bits per byte: " in capsys.readouterr().out
+    train(*same, "resume=must")
+    assert capsys.readouterr().out.endswith("run has taken all its steps; evaluate it with run=run\n")
+    assert "has last.ckpt" in sentence_of(*same, "resume=never")
+    assert not list((tmp_path / "run").rglob(".*"))
+    rows = (tmp_path / "run/logs/val.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["step", "4"]
+
+
+def test_a_run_without_a_checkpoint_yet_starts_again(tmp_path, caplog):
+    train("output=run")
+    first = weights_of(tmp_path / "run")
+    for word in ("auto", "never"):
+        shutil.rmtree(tmp_path / "run/checkpoints")
+        train("output=run", f"resume={word}")
+        assert all(torch.equal(first[name], tensor) for name, tensor in weights_of(tmp_path / "run").items())
+    assert "start: after" not in caplog.text
+    assert "output=books exists and is not the folder of a run; name another" in sentence_of(
+        "output=books", "resume=auto"
+    )
+
+
+def test_a_run_goes_back_to_one_of_its_checkpoints(tmp_path, capsys, caplog):
+    train("output=run", "train.checkpoint_every=1", "train.keep_last=3")
+    folder = tmp_path / "run/checkpoints"
+    names = ["best.ckpt", "last.ckpt", "step-2.ckpt", "step-3.ckpt", "step-4.ckpt"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    first = weights_of(tmp_path / "run")
+    run_command("python train.py resume=run/checkpoints/step-2.ckpt trainer.micro_batch_tokens=128")
+    assert "start: after step 2" in caplog.text and "bits per byte: " in capsys.readouterr().out
+    assert all(torch.equal(first[name], tensor) for name, tensor in weights_of(tmp_path / "run").items())
+    assert sorted(path.name for path in folder.iterdir()) == names
 
 
 def test_a_finished_run_says_so_and_keeps_its_result(tmp_path, capsys):

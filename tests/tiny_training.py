@@ -118,6 +118,7 @@ def make_trainer(folder, num_steps: int, *, console: Console | None = None, call
         "num_steps": num_steps,
         "validate_every": 10,
         "checkpoint_every": 10,
+        "keep_last": 0,
         "log_every": 5,
         "checkpoint_folder": folder / "checkpoints",
         "loggers": [],

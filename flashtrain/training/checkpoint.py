@@ -1,12 +1,16 @@
 """Checkpoints: what is read from one, how one is written whole, and when.
 
 A file has its name only once all of it is on disk, so a crash leaves the one before it. Reading never runs
-code (`weights_only`). `last.ckpt` is to resume from; `best.ckpt` has the lowest validation loss.
+code (`weights_only`). `last.ckpt` is to resume from; `step-N.ckpt` are the last states before it, as many as asked
+for; `best.ckpt` has the lowest validation loss.
 """
 
+import contextlib
 import os
 import pickle
-from collections.abc import Mapping
+import re
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,8 @@ from flashtrain.training.meter import SpeedMeter
 
 LAST, BEST = "last.ckpt", "best.ckpt"
 MODEL_PREFIX = "model."
+PARTIAL = ".partial"
+"""How the name of a file ends that is being written; a process that was killed leaves it."""
 
 
 def read_checkpoint(path: Path | str) -> dict[str, Any]:
@@ -70,36 +76,63 @@ def check_same_model(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]
             )
 
 
+def step_checkpoints(folder: Path) -> dict[int, Path]:
+    """The checkpoints in `folder` that are named by their step, in its order."""
+    named = {path: re.fullmatch(r"step-(\d+)\.ckpt", path.name) for path in folder.glob("*.ckpt")}
+    return dict(sorted((int(match[1]), path) for path, match in named.items() if match))
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint in `folder` to resume from: the last, where that is missing another; None where there is none."""
+    choices = [folder / LAST, *reversed(step_checkpoints(folder).values()), folder / BEST]
+    return next((path for path in choices if path.exists()), None)
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Give a path beside `path` to write to, which takes the name of `path` at the end, or leave what was there.
+
+    Raises:
+        UserError: the disk refuses, for one because it is full.
+    """
+    partial = path.with_name(f".{path.name}{PARTIAL}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.unlink(missing_ok=True)
+        yield partial
+        _flush(partial)
+        os.replace(partial, path)
+        _flush(path.parent)
+    except (OSError, RuntimeError) as error:
+        # torch.save turns the file's refusal into a RuntimeError of its own.
+        refusal = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(refusal, OSError):
+            raise
+        raise UserError(
+            f"cannot write {path} ({refusal.strerror}); the one before it is whole: make room and resume"
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes beside the final name and renames; reads through `read_checkpoint`."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Path | str, storage_options: object | None = None
     ) -> None:
-        """Write `path` whole or leave what was there.
-
-        Raises:
-            UserError: the disk refuses, for one because it is full.
-        """
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.partial")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with partial.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        except (OSError, RuntimeError) as error:
-            # torch.save turns the file's refusal into a RuntimeError of its own.
-            refusal = error if isinstance(error, OSError) else error.__context__
-            if not isinstance(refusal, OSError):
-                raise
-            raise UserError(
-                f"cannot write {path} ({refusal.strerror}); the one before it is whole: make room and resume"
-            ) from error
-        finally:
-            partial.unlink(missing_ok=True)
+        """Write `path` whole or leave what was there. Raises UserError as `written_whole`."""
+        with written_whole(Path(path)) as partial, partial.open("wb") as file:
+            torch.save(checkpoint, file)
 
     def load_checkpoint(
         self, path: Path | str, map_location: object = None, weights_only: bool | None = True
@@ -108,12 +141,33 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return read_checkpoint(path)
 
 
-class Checkpoints(Checkpoint):
-    """Keeps the last state, every `every` steps and at the end, and that of the lowest validation loss."""
+def keep_by_step(folder: Path, step: int, count: int) -> None:
+    """Name the last checkpoint of `folder` by its step too, and keep the `count` newest that are named so.
 
-    def __init__(self, folder: Path, every: int, meter: SpeedMeter) -> None:
+    Both names are of one file, where the file system can do that. Steps beyond `step` go: they are of a run that was
+    resumed from before them. Raises UserError as `written_whole`.
+    """
+    with written_whole(folder / f"step-{step}.ckpt") as partial:
+        try:
+            os.link(folder / LAST, partial)
+        except OSError:
+            shutil.copyfile(folder / LAST, partial)
+    checkpoints = step_checkpoints(folder)
+    kept = [kept for kept in checkpoints if kept <= step][-count:]
+    for other in checkpoints.keys() - set(kept):
+        checkpoints[other].unlink()
+
+
+class Checkpoints(Checkpoint):
+    """Keeps the last state, every `every` steps and at the end, and that of the lowest validation loss.
+
+    The `keep_last` newest of the last states have names by step too, and stay until a newer one is whole.
+    """
+
+    def __init__(self, folder: Path, every: int, keep_last: int, meter: SpeedMeter) -> None:
         self._folder = folder
         self._every = every
+        self._keep_last = keep_last
         self._meter = meter
         self._best_loss = float("inf")
         self._last_step: int | None = None
@@ -147,6 +201,8 @@ class Checkpoints(Checkpoint):
         if trainer.global_step != self._last_step:
             self._last_step = trainer.global_step
             self._save(trainer, LAST)
+            if self._keep_last and trainer.is_global_zero:
+                keep_by_step(self._folder, self._last_step, self._keep_last)
 
     def _save(self, trainer: Trainer, name: str) -> None:
         trainer.lightning_module.finish_step()

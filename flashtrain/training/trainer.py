@@ -23,6 +23,7 @@ def build_trainer(
     num_steps: int,
     validate_every: int,
     checkpoint_every: int,
+    keep_last: int,
     log_every: int,
     checkpoint_folder: Path,
     loggers: list[Logger],
@@ -38,6 +39,7 @@ def build_trainer(
         device_type: "cpu", or "cuda" for one GPU.
         precision: "32-true" or "bf16-mixed", as Lightning calls them.
         validate_every, checkpoint_every, log_every: in optimizer steps; the last step always has all three.
+        keep_last: how many checkpoints with names by step are kept beside the last and the best.
         flops_per_token: name of an MFU in the logs -> its count of FLOPs; used where `peak_flops` is known.
         trace: profiles steps; None for no profile.
     """
@@ -62,7 +64,7 @@ def build_trainer(
             ),
             StopOnSignal(),
             *([] if trace is None else [trace]),
-            Checkpoints(checkpoint_folder, checkpoint_every, meter),
+            Checkpoints(checkpoint_folder, checkpoint_every, keep_last, meter),
         ],
         logger=loggers,
         profiler=DataWait(meter),

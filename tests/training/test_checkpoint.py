@@ -10,7 +10,7 @@ import torch
 from tiny_training import Steps, TinyModel, assert_same_weights, make_module, make_trainer, weights
 
 from flashtrain.errors import UserError
-from flashtrain.training.checkpoint import AtomicCheckpointIO, load_weights, read_checkpoint
+from flashtrain.training.checkpoint import AtomicCheckpointIO, load_weights, newest_checkpoint, read_checkpoint
 
 NUM_STEPS = 10
 
@@ -121,6 +121,56 @@ def test_a_full_disk_ends_training_in_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"cannot write .* \(No space left on device\)"):
         make_trainer(tmp_path, NUM_STEPS).fit(make_module(NUM_STEPS), datamodule=Steps(NUM_STEPS))
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def names_and_steps(folder):
+    return {path.name: read_checkpoint(path)["global_step"] for path in folder.iterdir()}
+
+
+def train_keeping(folder, count, num_steps=NUM_STEPS, ckpt=None):
+    trainer = make_trainer(folder, num_steps, checkpoint_every=2, keep_last=count, validate_every=100)
+    trainer.fit(make_module(num_steps), datamodule=Steps(num_steps), ckpt_path=ckpt)
+    return folder / "checkpoints"
+
+
+@pytest.mark.parametrize("linked", [True, False], ids=["linked", "copied"])
+def test_the_last_states_are_kept_by_step(tmp_path, monkeypatch, linked):
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))  # as exFAT does
+
+    if not linked:
+        monkeypatch.setattr(os, "link", refuse)
+    folder = train_keeping(tmp_path, 3)
+    expected = {"step-6.ckpt": 6, "step-8.ckpt": 8, "step-10.ckpt": 10, "last.ckpt": 10, "best.ckpt": 10}
+    assert names_and_steps(folder) == expected
+    assert (folder / "last.ckpt").samefile(folder / "step-10.ckpt") == linked
+
+
+def test_to_go_back_leaves_the_steps_beyond(tmp_path):
+    folder = train_keeping(tmp_path, 5)
+    train_keeping(tmp_path, 2, num_steps=5, ckpt=folder / "step-4.ckpt")
+    assert names_and_steps(folder) == {"step-4.ckpt": 4, "step-5.ckpt": 5, "last.ckpt": 5, "best.ckpt": 5}
+
+
+def test_an_older_state_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
+    replace = os.replace
+
+    def full_at_step_6(partial, path):
+        if path.name == "step-6.ckpt":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(partial, path)
+
+    monkeypatch.setattr(os, "replace", full_at_step_6)
+    with pytest.raises(UserError, match=r"cannot write .*step-6.ckpt \(No space left on device\); the one before it"):
+        train_keeping(tmp_path, 1)
+    assert names_and_steps(tmp_path / "checkpoints") == {"step-4.ckpt": 4, "last.ckpt": 6}
+
+
+def test_the_newest_is_the_last_or_the_highest_step_or_the_best(tmp_path):
+    assert newest_checkpoint(tmp_path) is None
+    for name in ("best.ckpt", "step-9.ckpt", "step-10.ckpt", "last.ckpt"):
+        (tmp_path / name).touch()
+        assert newest_checkpoint(tmp_path) == tmp_path / name
 
 
 def test_best_is_the_lowest_validation_loss_across_a_resume(tmp_path):
