@@ -318,6 +318,28 @@ def test_without_a_name_to_be_relative_to_there_are_no_means(bench, tmp_path):
     assert found["multiples"] == [] and "geometric" not in shown + (tmp_path / "measured" / "bench.md").read_text()
 
 
+def test_a_peer_that_exits_or_writes_is_told_of_at_the_end(bench, module):
+    def exits(q, k, v, causal):
+        raise SystemExit
+
+    def writes(q, k, v, causal):
+        q.data.zero_()
+        return right(q, k, v, causal)
+
+    module("other", exits=exits, writes=writes)
+    peers = "peers=[other:exits,other:writes]"
+    shown, found = bench(peers, "variants=[standard]", "masks=[causal]", "lengths=[64]")
+    assert "\nother:exits has no speed: failed: RuntimeError: raised SystemExit()\n" in shown
+    assert "\nother:writes has no speed: failed: changes its inputs\n" in shown
+    assert all(row["tflops"] for row in found["measurements"] if row["variant"] == "standard")
+
+
+def test_a_module_that_exits_is_a_mistake(tmp_path, monkeypatch):
+    (tmp_path / "exiting.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert mistake("peers=[exiting:attend]").startswith("peers has exiting:attend, and exiting cannot be imported (Sys")
+
+
 def test_a_wrong_peer_has_no_speed_but_the_reason(bench, module):
     module("other", attend=lambda *inputs, causal: 1.01 * right(*inputs, causal))
     shown, found = bench("peers=[other:attend]", "masks=[causal]", "lengths=[64]")

@@ -4,9 +4,10 @@ One that raises, or whose results are not right on exactly that problem, has no 
 without a backward, out alone is checked and the forward alone timed.
 """
 
+import contextlib
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -115,6 +116,36 @@ class Measurement:
         return self.flops / self.result.median / 1e12 if isinstance(self.result, Timing) else None
 
 
+class _ChangedInputs(Exception):
+    """Somebody wrote to what all are given."""
+
+
+class _Kept:
+    """Copies of what all are given, for when one writes to it."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._pairs = [(tensor, tensor.clone()) for tensor in tensors]
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """At the end all is as it was. Raises _ChangedInputs if it was not, in place of other exceptions."""
+        try:
+            yield
+        except Exception as error:
+            if self._restore():
+                raise _ChangedInputs from error
+            raise
+        if self._restore():
+            raise _ChangedInputs
+
+    def _restore(self) -> bool:
+        """Whether there was anything to restore."""
+        changed = [(tensor, copy) for tensor, copy in self._pairs if not torch.equal(tensor, copy)]
+        for tensor, copy in changed:
+            tensor.copy_(copy)
+        return bool(changed)
+
+
 @dataclass(frozen=True)
 class _Contender:
     """What is checked and timed under one name."""
@@ -142,7 +173,8 @@ def measure(
 ) -> list[Measurement]:
     """Check every variant and peer on the problem and time those that pass, interleaved, one pass after the other.
 
-    What one raises is the reason that it has no speed, and ends nothing; an interruption does.
+    What one raises is the reason that it has no speed, and ends nothing; an interruption does. A peer that writes to
+    what it is given has none either, and the others are given what was there before.
 
     Inputs and the gradient of out are normal numbers. The forward is that of training, with what the backward
     needs kept; a backward is that of out alone, from a forward just before it. Only a peer that takes no inputs that
@@ -158,14 +190,17 @@ def measure(
         for name in variants
         if name not in refused
     }
+    kept = _Kept((q, k, v, dout) if peers else ())
     unfit = {}
     for peer in peers:
         if peer.name not in refused:
             try:
-                contenders[peer.name] = _tried(partial(peer.attend, intervals=spec.intervals), (q, k, v), dout)
+                with kept.unchanged():
+                    contender = _tried(partial(peer.attend, intervals=spec.intervals), (q, k, v), dout)
+                contenders[peer.name] = contender
             except Exception as error:
                 unfit[peer.name] = _raised(error)
-    checks, failed = _check(contenders, (q, k, v), intervals, dout, seed)
+    checks, failed = _check(contenders, (q, k, v), intervals, dout, seed, kept)
     unfit |= failed
 
     leaves = _leaves((q, k, v))
@@ -220,7 +255,7 @@ def _lack_of_backward(out: Tensor, leaves: Inputs, dout: Tensor) -> str | None:
         torch.autograd.grad(out, leaves, dout)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return f"has no backward: it raises {_one_line(error)}"
     return None
 
@@ -246,7 +281,7 @@ def _inputs(problem: Problem, device: str, dtype: torch.dtype, seed: int) -> lis
 
 
 def _check(
-    contenders: dict[str, _Contender], inputs: Inputs, intervals: Intervals, dout: Tensor, seed: int
+    contenders: dict[str, _Contender], inputs: Inputs, intervals: Intervals, dout: Tensor, seed: int, kept: _Kept
 ) -> tuple[dict[str, Check], dict[str, NoSpeed]]:
     """The checks of all that come to an end, and why some have no speed."""
     if not contenders:
@@ -259,11 +294,12 @@ def _check(
     checks, unfit = {}, {}
     for name, contender in contenders.items():
         try:
-            if contender.no_backward is None:
-                deviations = reference.deviations(contender.call)
-                not_finite = _not_finite(contender.call, inputs, dout)
-            else:
-                deviations, not_finite = _check_out(contender, reference, inputs)
+            with kept.unchanged():
+                if contender.no_backward is None:
+                    deviations = reference.deviations(contender.call)
+                    not_finite = _not_finite(contender.call, inputs, dout)
+                else:
+                    deviations, not_finite = _check_out(contender, reference, inputs)
             checks[name] = Check(compared, deviations, not_finite)
         except Exception as error:  # whatever it is, the others are still to be measured
             unfit[name] = _raised(error)
@@ -319,9 +355,11 @@ def _raised(error: Exception) -> NoSpeed:
     return NoSpeed(f"failed: {_one_line(error)}")
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
+    if isinstance(error, _ChangedInputs):
+        return "changes its inputs"
     first, *_ = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 

@@ -30,12 +30,12 @@ class Peer:
             raise UserError(f"peers has {name}; write MODULE:FUNCTION, as in flash_attn_interface:flash_attn_func")
         try:
             module = importlib.import_module(module_name)
-        except Exception as error:  # a library that does not fit the others here raises anything
+            function = getattr(module, function_name, None)
+        except (Exception, SystemExit) as error:  # a library that does not fit the others here raises anything
             raise UserError(
                 f"peers has {name}, and {module_name} cannot be imported ({error!r}); install the package that holds "
                 "it, put its folder on PYTHONPATH, or leave it out"
             ) from error
-        function = getattr(module, function_name, None)
         if not callable(function):
             raise UserError(f"peers has {name}, and {module_name} has no function {function_name}; name one of its own")
         return cls(name, function)
@@ -54,9 +54,15 @@ class Peer:
         return f"takes the full and the causal mask, not {mask}"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, intervals: Intervals) -> Tensor:
-        """Its out. Raises what the function raises, and TypeError where out is no tensor."""
-        result = self.function(q, k, v, causal=intervals.is_causal)
-        out = result[0] if isinstance(result, tuple | list) else result
+        """Its out. Raises what the function raises, RuntimeError in place of SystemExit, and TypeError where out is no
+        tensor."""
+        try:
+            result = self.function(q, k, v, causal=intervals.is_causal)
+        except SystemExit as stop:
+            raise RuntimeError(f"raised {stop!r}") from stop
+        is_sequence = isinstance(result, tuple | list)
+        out = result[0] if is_sequence and result else result
         if not isinstance(out, Tensor):
-            raise TypeError(f"returned {type(out).__name__}, not out or a tuple that begins with it")
+            what = f"an empty {type(result).__name__}" if is_sequence and not result else type(out).__name__
+            raise TypeError(f"returned {what}, not out or a tuple that begins with it")
         return out

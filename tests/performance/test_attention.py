@@ -433,3 +433,86 @@ def test_a_peer_that_does_not_fit_is_not_one_without_a_backward(where):
     found = measured(["standard"], peers=[peer_that(lambda *inputs, causal: Large.apply(*inputs, causal))])
     for pass_name in ("forward", "backward"):
         assert found["other:attend", pass_name].result == NoSpeed("failed: out of memory")
+
+
+def scaled_in_place(q, k, v, causal):
+    out = right(q, k, v, causal)
+    with torch.no_grad():
+        k.mul_(3)
+    return out
+
+
+def plain_in_place(q, k, v, causal):
+    out = right(q, k, v, causal)
+    q.mul_(3)
+    return out
+
+
+def in_place_and_raises(q, k, v, causal):
+    v.data.mul_(3)
+    raise RuntimeError("too late")
+
+
+class InPlaceBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out):
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx, dout):
+        dout.mul_(3)
+        return dout / 3
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        scaled_in_place,
+        plain_in_place,
+        in_place_and_raises,
+        lambda *inputs, causal: InPlaceBackward.apply(right(*inputs, causal)),
+    ],
+    ids=["k", "q that requires no gradient", "raises", "dout"],
+)
+def test_a_peer_that_changes_its_inputs_is_the_one_that_has_no_speed(attend):
+    peers = [Peer("other:bad", attend), Peer("other:good", right)]
+    found = measured(["standard"], peers=peers)
+    for pass_name in ("forward", "backward"):
+        assert found["other:bad", pass_name].result == NoSpeed("failed: changes its inputs")
+        for name in ("standard", "other:good"):
+            assert isinstance(found[name, pass_name].result, Timing)
+
+
+def test_a_peer_that_changes_its_inputs_when_it_is_checked_has_no_speed():
+    calls = []
+
+    def attend(q, k, v, causal):
+        calls.append(1)
+        return (right if len(calls) == 1 else scaled_in_place)(q, k, v, causal)
+
+    found = measured(["standard"], peers=[Peer("other:bad", attend), Peer("other:good", right)])
+    assert found["other:bad", "forward"].result == NoSpeed("failed: changes its inputs")
+    assert found["other:bad", "forward"].check is None
+    assert isinstance(found["other:good", "backward"].result, Timing)
+
+
+def test_a_peer_that_exits_ends_nothing():
+    class Exits(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, out):
+            return out.clone()
+
+        @staticmethod
+        def backward(ctx, dout):
+            raise SystemExit(3)
+
+    def attend(q, k, v, causal):
+        raise SystemExit("this needs a licence")
+
+    peers = [peer_that(attend), Peer("other:half", lambda *inputs, causal: Exits.apply(right(*inputs, causal)))]
+    found = measured(["standard"], peers=peers)
+    word = "failed: RuntimeError: raised SystemExit('this needs a licence')"
+    assert found["other:attend", "forward"].result == NoSpeed(word)
+    assert isinstance(found["other:half", "forward"].result, Timing)
+    assert found["other:half", "backward"].result == NoSpeed("-", "has no backward: it raises SystemExit: 3")
+    assert isinstance(found["standard", "backward"].result, Timing)

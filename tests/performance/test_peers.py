@@ -52,7 +52,12 @@ def test_what_names_no_function_is_refused_in_one_sentence(module, name, sentenc
 
 def test_a_library_that_does_not_load_is_told_in_one_line(tmp_path, monkeypatch):
     (tmp_path / "broken_attention.py").write_text("raise OSError('undefined symbol\\nin a library')")
+    (tmp_path / "exiting_attention.py").write_text("raise SystemExit(3)")
+    (tmp_path / "lazy_attention.py").write_text("def __getattr__(name):\n    raise ImportError('no GPU')")
     monkeypatch.syspath_prepend(tmp_path)
+    for name, error in (("exiting", r"SystemExit\(3\)"), ("lazy", r"ImportError\('no GPU'\)")):
+        with pytest.raises(UserError, match=rf"{name}_attention cannot be imported \({error}\); install the package"):
+            Peer.named(f"{name}_attention:attend")
     with pytest.raises(UserError, match=r"broken_attention cannot be imported \(OSError\('undefined symbol\\nin a"):
         Peer.named("broken_attention:attend")
 
@@ -88,9 +93,22 @@ def test_out_is_what_the_function_returns_or_the_first_of_it(wrap):
     assert asked == [True, False]
 
 
-def test_what_is_no_tensor_is_no_out():
-    with pytest.raises(TypeError, match="returned NoneType, not out or a tuple that begins with it"):
-        Peer("other.attention:attend", lambda q, k, v, causal: None).attend(*[torch.zeros(1)] * 3, Intervals.full())
+@pytest.mark.parametrize(
+    ("result", "what"),
+    [(None, "NoneType"), ((), "an empty tuple"), ([], "an empty list"), ((None,), "NoneType")],
+    ids=str,
+)
+def test_what_is_no_tensor_is_no_out(result, what):
+    with pytest.raises(TypeError, match=f"returned {what}, not out or a tuple that begins with it"):
+        Peer("other.attention:attend", lambda q, k, v, causal: result).attend(*[torch.zeros(1)] * 3, Intervals.full())
+
+
+def test_a_function_that_exits_raises():
+    def attend(q, k, v, causal):
+        raise SystemExit(3)
+
+    with pytest.raises(RuntimeError, match=r"raised SystemExit\(3\)"):
+        Peer("other.attention:attend", attend).attend(*[torch.zeros(1)] * 3, Intervals.full())
 
 
 def test_the_versions_are_of_the_distributions_that_hold_the_module():
