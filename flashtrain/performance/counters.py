@@ -5,11 +5,13 @@ still holds for DRAM at the end of a call is written in the kernel behind it, an
 PyTorch's too; a copy or a fill by the driver is no kernel and does not.
 """
 
+import contextlib
 import csv
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,9 @@ from flashtrain.performance.attention import Problem
 from flashtrain.performance.masks import Masks
 
 DRAM_READ, DRAM_WRITTEN, L2 = METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_bytes.sum")
+
+TIME_LIMIT = 1800
+"""Seconds for a run of ncu, which takes some seconds for each call where all is well."""
 
 ERROR = "==ERROR== "
 """How a line of ncu's begins that says what went wrong; other lines of its own begin with == too."""
@@ -111,7 +116,7 @@ def _profile(request: dict) -> tuple[list[dict], str]:
         log, outcomes = Path(folder, "log.csv"), Path(folder, "outcomes.json")
         line = command(ncu, log, request | {"outcomes": str(outcomes)})
         try:
-            ended = subprocess.run(line, env=environment, capture_output=True, text=True)
+            ended = _run(line, environment)
         except OSError as error:
             raise Unreadable(f"{ncu} cannot be run ({error.strerror})") from None
         logged = log.read_text(encoding="utf-8") if log.exists() else ""
@@ -127,6 +132,22 @@ def _profile(request: dict) -> tuple[list[dict], str]:
         if not outcomes.exists():
             raise Unreadable("the program that ncu ran ended early, without a word")
         return json.loads(outcomes.read_text(encoding="utf-8")), logged
+
+
+def _run(line: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process group of its own, which is killed where it takes too long or this program is
+    interrupted."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(line, env=environment, process_group=0, **pipes) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=TIME_LIMIT)
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise Unreadable(f"ncu had not ended after {TIME_LIMIT / 60:g} minutes") from None
+            raise
+    return subprocess.CompletedProcess(line, process.returncode, stdout, stderr)
 
 
 def parse(log: str) -> list[Kernel]:

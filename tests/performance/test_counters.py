@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from flashtrain.kernels.attention import Intervals, tiles
-from flashtrain.performance import profiled
+from flashtrain.performance import counters, profiled
 from flashtrain.performance.attention import Problem
 from flashtrain.performance.counters import METRICS, Counters, Kernel, Unreadable, command, count, parse
 from flashtrain.performance.io import Launch, Shape, predict
@@ -198,6 +199,26 @@ def test_a_run_that_gives_nothing_is_the_last_and_says_why(ncu, tmp_path, body, 
     ncu(f"open({str(runs)!r}, 'a').write('x')\n" + body)
     assert counted([SMALL, SMALL]) == ([], [f"no bytes were counted from 32 tokens on: {reason}"])
     assert runs.read_text() == "x"
+
+
+def test_a_run_that_hangs_is_ended_with_all_that_it_started(ncu, tmp_path, monkeypatch):
+    """Its child too, which would hold the pipes open."""
+    monkeypatch.setattr(counters, "TIME_LIMIT", 3)
+    child = tmp_path / "child"
+    ncu(
+        "import subprocess, time\n"
+        f"open({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))\ntime.sleep(600)\n"
+    )
+    assert counted([SMALL, SMALL]) == (
+        [],
+        ["no bytes were counted from 32 tokens on: ncu had not ended after 0.05 minutes"],
+    )
+    state = Path("/proc", child.read_text(), "stat")
+    for _ in range(100):
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail("its child is alive")
 
 
 def test_without_ncu_it_is_named(tmp_path, monkeypatch):
