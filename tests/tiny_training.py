@@ -1,6 +1,11 @@
 """A model and data small enough to train in a test, with losses in plain PyTorch."""
 
+import itertools
+import os
+import signal
+import sys
 from functools import partial
+from pathlib import Path
 
 import lightning as L
 import torch
@@ -9,6 +14,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from flashtrain.training.checkpoint import newest_checkpoint
 from flashtrain.training.meter import SpeedMeter
 from flashtrain.training.module import TrainingModule
 from flashtrain.training.optim import MuonOptions, OptimizerOptions
@@ -131,6 +137,38 @@ def make_trainer(folder, num_steps: int, *, console: Console | None = None, call
     trainer = build_trainer(**arguments | changes)
     trainer.callbacks[:0] = callbacks
     return trainer
+
+
+class Notes(L.Callback):
+    """Appends a line "step loss", in full precision, to a file when a step is done."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, *_):
+        with self.path.open("a") as file:
+            file.write(f"{trainer.global_step} {outputs['loss'].item().hex()}\n")
+
+
+def train_to_be_killed(folder: Path, num_steps: int, function: str | None, calls: int) -> None:
+    """Train from the newest checkpoint, each step saved and noted in `folder`/notes; where `function` is named, as in
+    "os.replace", kill this process instead of calling it for the `calls`-th time."""
+    torch.set_num_threads(1)
+    if function is not None:
+        module, _, name = function.rpartition(".")
+        original, counter = getattr(sys.modules[module], name), itertools.count(1)
+
+        def call_or_die(*args, **kwargs):
+            if next(counter) == calls:
+                if function == "torch.save":
+                    args[1].write(bytes(100_000))  # a part of the file, of which Python holds back some
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        setattr(sys.modules[module], name, call_or_die)
+    trainer = make_trainer(folder, num_steps, checkpoint_every=1, keep_last=2, callbacks=[Notes(folder / "notes")])
+    newest = newest_checkpoint(folder / "checkpoints")
+    trainer.fit(make_module(num_steps), datamodule=Steps(num_steps), ckpt_path=newest)
 
 
 def weights(module) -> dict[str, Tensor]:

@@ -1,11 +1,25 @@
 """A run that stops and resumes is the run that did not: same batches, same bits, same validations."""
 
+import multiprocessing
 import os
+import random
 import signal
+import time
 
 import pytest
 from lightning.pytorch import Callback
-from tiny_training import ADAMW, COSINE, MUON, WSD, Steps, assert_same_weights, make_module, make_trainer, weights
+from tiny_training import (
+    ADAMW,
+    COSINE,
+    MUON,
+    WSD,
+    Steps,
+    assert_same_weights,
+    make_module,
+    make_trainer,
+    train_to_be_killed,
+    weights,
+)
 
 from flashtrain.errors import UserError
 from flashtrain.training.checkpoint import read_checkpoint
@@ -183,3 +197,78 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
         run(tmp_path, {3: lambda: [send(signal.SIGINT)() for _ in range(2)]})
     assert not (tmp_path / "checkpoints").exists()
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def process():
+    """process(*arguments of train_to_be_killed) -> a started process, forked from one that has all imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "flashtrain.training.module", "flashtrain.training.trainer"])
+
+    def start(*arguments):
+        started = context.Process(target=train_to_be_killed, args=arguments)
+        started.start()
+        return started
+
+    return start
+
+
+def noted(folder):
+    """The step and the loss, in hexadecimal, of each whole line."""
+    lines = (folder / "notes").read_text().splitlines(keepends=True) if (folder / "notes").exists() else []
+    return [(int(line.split()[0]), line.split()[1]) for line in lines if line.endswith("\n")]
+
+
+KILLED_STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def unkilled(process, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unkilled")
+    whole = process(folder, KILLED_STEPS, None, 0)
+    whole.join()
+    assert whole.exitcode == 0
+    return folder
+
+
+def assert_whole_after_a_kill(folder, expected):
+    """Every checkpoint can be read, the newest is of the last step noted or the one before, and losses are right."""
+    steps = {path.name: read_checkpoint(path)["global_step"] for path in (folder / "checkpoints").glob("*.ckpt")}
+    notes = noted(folder)
+    if notes:
+        done = notes[-1][0]
+        assert max(steps.values(), default=0) in (done - 1, done)
+    assert set(notes) <= set(expected)
+
+
+def assert_ended_as(folder, unkilled):
+    first, last = (read_checkpoint(path / "checkpoints" / "last.ckpt") for path in (unkilled, folder))
+    assert last["global_step"] == first["global_step"]
+    assert_same_weights(last["state_dict"], first["state_dict"])
+    assert set(noted(folder)) == set(noted(unkilled))
+
+
+def test_kill_9_within_a_save_loses_no_more_than_the_steps_since_the_one_before(process, unkilled, tmp_path):
+    moments = {"torch.save": 4, "os.fsync": 6, "os.replace": 5, "os.link": 3, "os.unlink": 5}
+    for function, calls in moments.items():
+        killed = process(tmp_path, KILLED_STEPS, function, calls)
+        killed.join()
+        assert killed.exitcode == -signal.SIGKILL, function
+        assert_whole_after_a_kill(tmp_path, noted(unkilled))
+    process(tmp_path, KILLED_STEPS, None, 0).join()
+    assert_ended_as(tmp_path, unkilled)
+
+
+def test_kill_9_at_any_moment_leaves_a_run_that_resumes(process, unkilled, tmp_path):
+    moments = random.Random(0)
+    for _ in range(8):
+        before = len(noted(tmp_path))
+        killed = process(tmp_path, KILLED_STEPS, None, 0)
+        while len(noted(tmp_path)) == before and killed.is_alive():
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0, 0.05))
+        killed.kill()
+        killed.join()
+        assert_whole_after_a_kill(tmp_path, noted(unkilled))
+    process(tmp_path, KILLED_STEPS, None, 0).join()
+    assert_ended_as(tmp_path, unkilled)
