@@ -32,7 +32,7 @@ CHANGEABLE = ("attention", "trainer", "eval", "generate", "logger")
 MOST_SEEDS = 2**32
 
 # Of what these count there may be none.
-MAY_BE_NONE = ("keep_last",)
+MAY_BE_NONE = ("keep_last", "data_workers")
 
 # What one command does, not what a run is: never taken from a saved run.
 INVOCATION = ("output", "resume", "run", "checkpoint")
@@ -98,6 +98,8 @@ class TrainerConfig:
     """Tokens in memory at once, at most; a step with more is accumulated, with the same result."""
     head_chunk_tokens: int
     """Tokens whose logits exist at once in the head and its cross-entropy."""
+    data_workers: int
+    """Processes that read training batches ahead; 0: the trainer reads them itself."""
     profile_steps: list[int] | None
     """First and last optimizer step, counted from 1, of a Chrome trace in the run's logs; null: none."""
 

@@ -97,6 +97,7 @@ def _data_module(config: Config, corpus: Corpus, shape: StepShape) -> StepDataMo
         validation_rows=max(train.validation_tokens // train.sequence_length, 1),
         validation_batch_rows=shape.micro_batch_rows,
         isolate_documents=config.data.isolate_documents,
+        num_workers=config.trainer.data_workers,
     )
 
 

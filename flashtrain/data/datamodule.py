@@ -4,6 +4,7 @@ The module that trains splits a step into micro-batches. Each rank gets its own 
 validation rows, so the Trainer needs `use_distributed_sampler=False`.
 """
 
+import signal
 from collections.abc import Iterable, Iterator
 
 import lightning as L
@@ -28,6 +29,7 @@ class StepDataModule(L.LightningDataModule):
 
     `rows_per_step` and `validation_rows` are of all ranks together; there are at most `validation_rows`.
     `isolate_documents` makes batches that say which document a token is of, in training and validation alike.
+    `num_workers` processes read training steps ahead, 0 for none; the steps are the same.
     Raises UserError where a split has less than one row.
     """
 
@@ -45,6 +47,7 @@ class StepDataModule(L.LightningDataModule):
         validation_rows: int,
         validation_batch_rows: int,
         isolate_documents: bool,
+        num_workers: int,
     ) -> None:
         super().__init__()
         _require_a_row("train", corpus.train, corpus.source, sequence_length)
@@ -59,20 +62,28 @@ class StepDataModule(L.LightningDataModule):
         self.validation_rows = np.arange(num_validation_rows) * available // num_validation_rows
         self.validation_batch_rows = validation_batch_rows
         self.isolate_documents = isolate_documents
+        self.num_workers = num_workers
 
     def train_dataloader(self) -> DataLoader:
-        return self._loader(self.corpus.train, _TrainingSteps(self))
+        return self._loader(self.corpus.train, _TrainingSteps(self), self.num_workers)
 
     def val_dataloader(self) -> DataLoader:
         rows = self.validation_rows[self.trainer.global_rank :: self.trainer.world_size]
         size = self.validation_batch_rows
         batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-        return self._loader(self.corpus.validation, batches)
+        return self._loader(self.corpus.validation, batches, num_workers=0)
 
-    def _loader(self, stream: TokenStream, batches: Iterable[np.ndarray]) -> DataLoader:
+    def _loader(self, stream: TokenStream, batches: Iterable[np.ndarray], num_workers: int) -> DataLoader:
         rows = _Rows(stream, self.sequence_length, self.isolate_documents)
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
-        return DataLoader(rows, sampler=batches, batch_size=None, pin_memory=on_gpu)
+        return DataLoader(
+            rows,
+            sampler=batches,
+            batch_size=None,
+            num_workers=num_workers,
+            worker_init_fn=_leave_signals_to_the_trainer,
+            pin_memory=on_gpu,
+        )
 
 
 class _Rows(Dataset):
@@ -113,6 +124,12 @@ class _TrainingSteps(Sampler):
                 rank=data.trainer.global_rank,
                 world_size=data.trainer.world_size,
             )
+
+
+def _leave_signals_to_the_trainer(worker: int) -> None:
+    """Let a worker outlive what a terminal or a scheduler sends to all processes; a second SIGTERM ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def _require_a_row(split: str, stream: TokenStream, source: str, sequence_length: int) -> None:

@@ -35,6 +35,7 @@ def data_module(**changes):
         validation_rows=5,
         validation_batch_rows=2,
         isolate_documents=False,
+        num_workers=0,
     )
     return StepDataModule(**settings | changes)
 
