@@ -55,7 +55,8 @@ def assemble(config: Config, *, trains: bool) -> Assembly:
         trains=trains,
     )
     torch.manual_seed(config.seed)
-    return Assembly(device, tokenizer, variant, build_model(options, variant, device))
+    model = build_model(options, variant, device, config.trainer.activation_checkpointing)
+    return Assembly(device, tokenizer, variant, model)
 
 
 def assemble_run(config: Config) -> tuple[Assembly, int]:
@@ -145,10 +146,10 @@ def _softcap(model: ModelOptions) -> float:
     return model.attention_softcap or 0.0
 
 
-def build_model(options: ModelOptions, variant: str, device: Device) -> GPT:
+def build_model(options: ModelOptions, variant: str, device: Device, activation_checkpointing: str) -> GPT:
     """The model on its device, weights drawn from the global generator, attention bound to variant and softcap."""
     bound = functools.partial(attention, variant=variant, softcap=_softcap(options))
-    model = GPT(options, bound).to(device.type)
+    model = GPT(options, bound, activation_checkpointing).to(device.type)
     if device.compile:
         torch.compiler.reset()  # a sweep's earlier jobs would count towards the limit of recompilations
         model.compile(dynamic=False)

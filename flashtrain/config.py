@@ -22,6 +22,7 @@ from yaml import YAMLError
 from flashtrain import runs
 from flashtrain.errors import UserError
 from flashtrain.evaluation.options import EvalOptions
+from flashtrain.model.checkpointing import MODES
 from flashtrain.model.options import ModelOptions
 from flashtrain.training.optim import OPTIMIZERS, OptimizerOptions
 from flashtrain.training.schedule import SCHEDULES, ScheduleOptions
@@ -96,6 +97,9 @@ class TrainerConfig:
     """Whether torch.compile compiles the model; null: on CUDA only."""
     micro_batch_tokens: int
     """Tokens in memory at once, at most; a step with more is accumulated, with the same result."""
+    activation_checkpointing: str
+    """none, selective (a block keeps its input and what its attention returns) or full (its input alone): what is not
+    kept is computed again in the backward, to the same result."""
     head_chunk_tokens: int
     """Tokens whose logits exist at once in the head and its cross-entropy."""
     data_workers: int
@@ -350,6 +354,7 @@ def contradictions(config: Config) -> list[str]:
         *_too_low("train", config.train),
         *_too_low("trainer", config.trainer),
         *_sizes(config.train, config.model.position_limit),
+        *_checkpointing(config.trainer.activation_checkpointing),
         *_profile(config.trainer.profile_steps, config.train.steps),
         *config.model.validate(),
         *config.optimizer.validate(),
@@ -403,6 +408,12 @@ def _sizes(train: TrainConfig, position_limit: int | None) -> list[str]:
             "lower it, or say model.positions=rope"
         )
     return problems
+
+
+def _checkpointing(mode: str) -> list[str]:
+    if mode in MODES:
+        return []
+    return [f"trainer.activation_checkpointing is {mode}; allowed are {', '.join(MODES)}"]
 
 
 def _profile(profile_steps: list[int] | None, steps: int) -> list[str]:

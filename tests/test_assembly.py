@@ -58,7 +58,7 @@ def test_the_models_softcap_caps_its_scores():
     results = []
     for softcap in (None, 0.5):
         torch.manual_seed(0)
-        built = hidden(build_model(options(attention_softcap=softcap), "standard", CPU))
+        built = hidden(build_model(options(attention_softcap=softcap), "standard", CPU, "none"))
         torch.manual_seed(0)
         made = hidden(GPT(options(), partial(attention, variant="standard", softcap=softcap or 0.0)))
         assert torch.equal(built, made)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flashtrain.errors import UserError
 from flashtrain.kernels.attention import Intervals
 from flashtrain.model.attention import Attention, AttentionLayer, causal_window
+from flashtrain.model.checkpointing import checkpointing
 from flashtrain.model.layers import activation_dtype, mlp, norm
 from flashtrain.model.options import ModelOptions
 from flashtrain.model.rope import rope_table
@@ -42,12 +43,13 @@ class GPT(nn.Module):
         options: the architecture; vocab_size must be set.
         attention: `attention(q, k, v, intervals) -> out`, with `options.attention_softcap` bound to it; shapes at
             `flashtrain.model.attention.Attention`.
+        activation_checkpointing: one of `flashtrain.model.checkpointing.MODES`.
 
     Raises:
         UserError: the options contradict one another.
     """
 
-    def __init__(self, options: ModelOptions, attention: Attention):
+    def __init__(self, options: ModelOptions, attention: Attention, activation_checkpointing: str = "none"):
         super().__init__()
         if problems := options.validate():
             raise UserError("; ".join(problems))
@@ -60,6 +62,7 @@ class GPT(nn.Module):
         self.final_norm = norm(options, hidden_size)
         if not options.tie_embeddings:
             self.head = nn.Linear(hidden_size, rows, bias=False)
+        self._call_block = checkpointing(activation_checkpointing)
         self._initialize()
 
     def _initialize(self) -> None:
@@ -110,7 +113,7 @@ class GPT(nn.Module):
         x_BSC = x_BSC.to(activation_dtype(x_BSC))
         intervals = {window: _intervals(window, documents_BS) for window in dict.fromkeys(options.windows)}
         for block, window in zip(self.blocks, options.windows, strict=True):
-            x_BSC = block(x_BSC, rope, intervals[window])
+            x_BSC = self._call_block(block, x_BSC, rope, intervals[window])
         return self.final_norm(x_BSC)
 
 

@@ -1,0 +1,58 @@
+"""Activation checkpointing: which of its activations a block keeps for the backward, and which it computes again.
+
+It changes memory and time, and no result: what is computed again comes from the same operators on the same inputs.
+Source: arXiv 1604.06174; selective as in Megatron, arXiv 2205.05198, but for which operators' results are kept.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from flashtrain.kernels.attention import ops  # noqa: F401  registers the operators of our kernels
+
+aten, higher_order = torch.ops.aten, torch.ops.higher_order
+
+MODES = ("none", "selective", "full")
+"""Keep everything; keep the input of each block and what its attention operators return; keep the input alone."""
+
+ATTENTION_OPERATORS = frozenset(
+    {
+        torch.ops.flashtrain.flash_v1.default,
+        torch.ops.flashtrain.flash_v2.default,
+        torch.ops.flashtrain.flash_hopper.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        higher_order.flex_attention,
+        # standard and sdpa_math have no operator of their own: their products and S and P, which nothing else calls.
+        aten.baddbmm.default,
+        aten.bmm.default,
+        aten._softmax.default,
+        aten._safe_softmax.default,
+    }
+)
+"""Every forward operator of every variant of attention."""
+
+
+def checkpointing(mode: str) -> Callable:
+    """Return what calls a block: (block, *arguments) -> its result, keeping for the backward what `mode` says.
+
+    The model's state keys stay as they are. Blocks must draw no random numbers.
+    """
+    if mode == "none":
+        return lambda block, *arguments: block(*arguments)
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    if mode == "selective":
+        # torch.compile warns, once, of in-place operators in what is computed again; blocks have none.
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    return functools.partial(checkpoint, **options)
+
+
+def _policy(context, operator, *arguments, **options) -> CheckpointPolicy:
+    kept = operator in ATTENTION_OPERATORS
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,119 @@
+"""What a block computes again changes no gradient, runs attention once where its results are kept, and no state key."""
+
+from collections import Counter
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from presets import preset
+from torch._dynamo.backends.common import aot_autograd
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashtrain.kernels.attention import attention
+from flashtrain.model.checkpointing import ATTENTION_OPERATORS
+from flashtrain.model.gpt import GPT
+
+NUM_LAYERS = 2
+OPTIONS = {"num_layers": NUM_LAYERS, "hidden_size": 32, "num_heads": 2, "vocab_size": 100}
+# Triton's kernels are interpreted on a CPU.
+KERNELS_ON = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Case(NamedTuple):
+    variant: str
+    masked: bool
+    """With documents, a window and a softcap, as far as the variant has them."""
+    device: str = "cpu"
+
+    def model(self, mode):
+        softcap = 5.0 if self.masked and self.variant != "sdpa_math" else 0.0
+        torch.manual_seed(0)
+        options = preset("nano", **OPTIONS, windows=[8, None] if self.masked else None)
+        return GPT(options, partial(attention, variant=self.variant, softcap=softcap), mode).to(self.device)
+
+    def gradients(self, model):
+        tokens = torch.randint(100, (2, 24), generator=torch.Generator().manual_seed(0)).to(self.device)
+        documents = None
+        if self.masked:
+            documents = (torch.arange(24, device=self.device) > 9).int().expand(2, -1).contiguous()
+        hidden = model(tokens, documents)
+        hidden.square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+
+CASES = [
+    Case("standard", masked=True),
+    Case("sdpa_flash", masked=False),
+    Case("flash_v2", masked=True, device=KERNELS_ON),
+]
+
+
+def each_of(cases):
+    return pytest.mark.parametrize("case", cases, ids=lambda case: f"{case.variant}{'-masked' * case.masked}")
+
+
+class AttentionCalls(TorchDispatchMode):
+    """Counts the attention operators that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.counts.update([operator] if operator in ATTENTION_OPERATORS else [])
+        return operator(*args, **(kwargs or {}))
+
+
+@each_of([*CASES, Case("standard", masked=False), Case("sdpa_math", masked=True)])
+def test_gradients_are_the_same_bits_and_selective_runs_attention_once(case):
+    gradients, calls = {}, {}
+    for mode in ("none", "selective", "full"):
+        model = case.model(mode)
+        with AttentionCalls() as seen:
+            gradients[mode] = case.gradients(model)
+        calls[mode] = seen.counts
+        assert all(torch.equal(*pair) for pair in zip(gradients["none"], gradients[mode], strict=True)), mode
+    with AttentionCalls() as forward, torch.no_grad():
+        case.model("none")(torch.zeros(2, 24, dtype=torch.int64, device=case.device))
+    assert set(forward.counts) and all(count % NUM_LAYERS == 0 for count in forward.counts.values())
+    assert calls["selective"] == calls["none"]
+    assert calls["full"] == calls["none"] + forward.counts
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@each_of(CASES)
+def test_compiled_into_one_graph_it_is_the_same_with_the_same_state_keys(case, mode):
+    counts = Counter()
+
+    def counting(graph, inputs):
+        for node in graph.graph.nodes:
+            # An operator that may draw random numbers is an argument of what keeps their state.
+            operators = [x for x in (node.target, *node.args) if isinstance(x, OpOverload)]
+            counts.update(set(operators) & ATTENTION_OPERATORS)
+        return make_boxed_func(graph.forward)
+
+    eager, compiled, other = case.model("none"), case.model(mode), case.model(mode)
+    expected = case.gradients(eager)
+    with AttentionCalls() as seen:
+        case.gradients(other)
+    backend = aot_autograd(fw_compiler=counting, bw_compiler=counting, partition_fn=min_cut_rematerialization_partition)
+    torch.compiler.reset()
+    compiled.compile(backend=backend, fullgraph=True)
+    actual = case.gradients(compiled)
+    assert counts == seen.counts
+    assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
+    assert list(eager.state_dict()) == list(other.state_dict()) == list(compiled.state_dict())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["sdpa_efficient", "sdpa_flash", "sdpa_cudnn"])
+def test_pytorchs_gpu_kernels_run_once_where_their_results_are_kept(variant):
+    case, calls = Case(variant, masked=False, device="cuda"), {}
+    for mode in ("none", "selective", "full"):
+        with AttentionCalls() as seen, torch.autocast("cuda", torch.bfloat16):
+            case.gradients(case.model(mode))
+        calls[mode] = seen.counts
+    assert [sum(counts.values()) for counts in calls.values()] == [NUM_LAYERS, NUM_LAYERS, 2 * NUM_LAYERS]
