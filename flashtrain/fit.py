@@ -3,9 +3,12 @@
 The run's folder is made once everything that can be refused has been checked.
 """
 
+import contextlib
 import dataclasses
+import errno
 import functools
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from flashtrain.config import Config, TrainConfig, refuse_all_but, to_yaml
 from flashtrain.data.corpus import Corpus
 from flashtrain.data.datamodule import StepDataModule
 from flashtrain.entry import main
+from flashtrain.errors import UserError
 from flashtrain.evaluation.report import write_reports
 from flashtrain.model.attention import causal_window
 from flashtrain.model.gpt import GPT
@@ -68,7 +72,8 @@ def run(config: Config) -> None:
     meter = SpeedMeter(config.train.tokens_per_step)
     trainer = _trainer(config, made, corpus, folder, meter, console)
     log.info(_summary(config, made, corpus, shape, step))
-    trainer.fit(module, data, ckpt_path=checkpoint)
+    with _a_full_disk_said(folder):
+        trainer.fit(module, data, ckpt_path=checkpoint)
     if trainer.global_step < config.train.steps:
         _say(console, f"stopped after step {trainer.global_step}; continue with resume={folder}")
         return
@@ -77,6 +82,17 @@ def run(config: Config) -> None:
     result = _result(module, meter)
     runs.write_json(folder / runs.RESULT_FILE, result)
     _report(config, made, corpus, folder, result, console)
+
+
+@contextlib.contextmanager
+def _a_full_disk_said(folder: Path) -> Iterator[None]:
+    """Reword what a log raises that has no room; a checkpoint has its own sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(f"{folder} cannot be written ({error.strerror}); make room and say resume={folder}") from error
 
 
 def step_shape(train: TrainConfig, micro_batch_tokens: int) -> StepShape:

@@ -1,7 +1,9 @@
 """A run from the command line to its folder: what it leaves and says, how it resumes, how mistakes end."""
 
+import errno
 import json
 import math
+import os
 import shutil
 import signal
 
@@ -11,6 +13,8 @@ from commands import SMALL, run_command
 
 from flashtrain import runs
 from flashtrain.training.callbacks import Reporter
+from flashtrain.training.checkpoint import read_checkpoint
+from flashtrain.training.loggers import CsvLogger
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +136,26 @@ def test_one_command_starts_continues_and_finishes_a_run(tmp_path, monkeypatch, 
     assert not list((tmp_path / "run").rglob(".*"))
     rows = (tmp_path / "run/logs/val.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows] == ["step", "4"]
+
+
+def test_a_full_disk_ends_in_one_sentence_and_a_run_that_continues(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    same = ["output=run", "resume=auto", "train.log_every=1", "logger.tensorboard=false"]
+    train_until(monkeypatch, 1, *same)
+    no_room = {
+        (os, "fsync"): "cannot write run/checkpoints/best.ckpt (No space left on device); the one before it is whole",
+        (CsvLogger, "log_metrics"): "run cannot be written (No space left on device); make room and say resume=run",
+    }
+    for (owner, name), sentence in no_room.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            assert sentence in sentence_of(*same)
+        assert read_checkpoint(tmp_path / "run/checkpoints/last.ckpt")["global_step"] == 1
+        assert not list((tmp_path / "run").rglob(".*"))
+    train(*same)
+    assert "bits per byte: " in capsys.readouterr().out
 
 
 def test_a_run_without_a_checkpoint_yet_starts_again(tmp_path, caplog):

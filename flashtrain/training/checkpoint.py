@@ -172,11 +172,12 @@ class Checkpoints(Checkpoint):
         self._best_loss = float("inf")
         self._last_step: int | None = None
 
-    def state_dict(self) -> dict[str, float]:
-        return {"best_loss": self._best_loss}
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_loss": self._best_loss, "meter": self._meter.state_dict()}
 
-    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._best_loss = state_dict["best_loss"]
+        self._meter.load_state_dict(state_dict["meter"])
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

@@ -1,7 +1,7 @@
 """What training costs: tokens/s of whole optimizer steps over the time spent on steps and nothing else, and memory."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -63,6 +63,13 @@ class SpeedMeter:
     def average(self) -> float | None:
         """Return tokens/s over all laps; None before the second."""
         return self._steps * self._tokens_per_step / self._seconds if self._steps else None
+
+    def state_dict(self) -> dict[str, float]:
+        """What `average` is of; a meter that loads it goes on from there."""
+        return {"steps": self._steps, "seconds": self._seconds}
+
+    def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
+        self._steps, self._seconds = state_dict["steps"], state_dict["seconds"]
 
     def seconds_for(self, steps: int) -> float | None:
         """Return how long `steps` more steps take at the average speed; None before the second lap."""

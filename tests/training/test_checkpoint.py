@@ -11,6 +11,7 @@ from tiny_training import Steps, TinyModel, assert_same_weights, make_module, ma
 
 from flashtrain.errors import UserError
 from flashtrain.training.checkpoint import AtomicCheckpointIO, load_weights, newest_checkpoint, read_checkpoint
+from flashtrain.training.meter import SpeedMeter
 
 NUM_STEPS = 10
 
@@ -171,6 +172,17 @@ def test_the_newest_is_the_last_or_the_highest_step_or_the_best(tmp_path):
     for name in ("best.ckpt", "step-9.ckpt", "step-10.ckpt", "last.ckpt"):
         (tmp_path / name).touch()
         assert newest_checkpoint(tmp_path) == tmp_path / name
+
+
+def test_the_average_speed_is_of_the_steps_before_a_resume_too(tmp_path):
+    totals = []
+    for num_steps, ckpt in ((10, None), (20, tmp_path / "checkpoints" / "last.ckpt")):
+        meter = SpeedMeter(1)
+        trainer = make_trainer(tmp_path, num_steps, meter=meter, log_every=1)
+        trainer.fit(make_module(num_steps), datamodule=Steps(num_steps), ckpt_path=ckpt)
+        totals.append(meter.state_dict())
+    # Laps begin after the first two steps of a process.
+    assert [total["steps"] for total in totals] == [8, 16] and totals[0]["seconds"] < totals[1]["seconds"]
 
 
 def test_best_is_the_lowest_validation_loss_across_a_resume(tmp_path):
