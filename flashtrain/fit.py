@@ -30,6 +30,7 @@ from flashtrain.model.head import summed_cross_entropy, token_nll
 from flashtrain.performance.flops import flops_per_token, peak_flops, visible_keys
 from flashtrain.training.checkpoint import read_checkpoint
 from flashtrain.training.loggers import build_loggers, require_wandb
+from flashtrain.training.memory import MicroBatch, StepMemory, predict_peak
 from flashtrain.training.meter import SpeedMeter, peak_memory_gib
 from flashtrain.training.module import TrainingModule
 from flashtrain.training.profiler import TraceSteps
@@ -72,6 +73,8 @@ def run(config: Config) -> None:
     meter = SpeedMeter(config.train.tokens_per_step)
     trainer = _trainer(config, made, corpus, folder, meter, console)
     log.info(_summary(config, made, corpus, shape, step))
+    predicted = _predicted_peak(config, made, shape)
+    log.info("memory: predicted peak %s", predicted)
     with _a_full_disk_said(folder):
         trainer.fit(module, data, ckpt_path=checkpoint)
     if trainer.global_step < config.train.steps:
@@ -79,7 +82,7 @@ def run(config: Config) -> None:
         return
     if not module.validation_metrics:  # resumed after its last step, which was all but the report
         trainer.validate(module, data, verbose=False)
-    result = _result(module, meter)
+    result = _result(module, meter) | {"predicted_peak_memory_gib": predicted.total_gib}
     runs.write_json(folder / runs.RESULT_FILE, result)
     _report(config, made, corpus, folder, result, console)
 
@@ -222,6 +225,21 @@ def _summary(config: Config, made: Assembly, corpus: Corpus, shape: StepShape, s
     )
 
 
+def _predicted_peak(config: Config, made: Assembly, shape: StepShape) -> StepMemory:
+    micro_batch = MicroBatch(
+        shape.micro_batch_rows,
+        config.train.sequence_length,
+        device_type=made.device.type,
+        dtype=made.device.dtype,
+        compiled=made.device.compile,
+        variant=made.variant,
+        activation_checkpointing=config.trainer.activation_checkpointing,
+        head_chunk_tokens=config.trainer.head_chunk_tokens,
+        accumulated=shape.rows > shape.micro_batch_rows,
+    )
+    return predict_peak(made.model, config.optimizer, micro_batch)
+
+
 def _result(module: TrainingModule, meter: SpeedMeter) -> dict[str, float]:
     """What the training came to; read before anything else uses the device's memory."""
     result = {
@@ -255,7 +273,8 @@ def _report(
     if "tokens_per_second" in result:
         _say(console, f"speed: {result['tokens_per_second']:,.0f} tokens/s")
     if "peak_memory_gib" in result:
-        _say(console, f"peak memory: {result['peak_memory_gib']:.2f} GiB")
+        used, predicted = result["peak_memory_gib"], result["predicted_peak_memory_gib"]
+        _say(console, f"peak memory: {used:.2f} GiB, predicted {predicted:.2f}")
     _say(console, "wrote:")
     for path in [*runs.written(folder), *reports]:
         _say(console, f"  {path}")
