@@ -153,9 +153,9 @@ def keep_by_step(folder: Path, step: int, count: int) -> None:
         except OSError:
             shutil.copyfile(folder / LAST, partial)
     checkpoints = step_checkpoints(folder)
-    kept = [kept for kept in checkpoints if kept <= step][-count:]
-    for other in checkpoints.keys() - set(kept):
-        checkpoints[other].unlink()
+    kept = [number for number in checkpoints if number <= step][-count:]
+    for number in checkpoints.keys() - set(kept):
+        checkpoints[number].unlink()
 
 
 class Checkpoints(Checkpoint):
