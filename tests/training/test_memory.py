@@ -131,9 +131,14 @@ def test_what_is_accumulated_meets_the_gradients_of_others():
     assert other.total - alone.total == alone.weights
 
 
-def test_a_run_says_its_prediction_first_and_keeps_it(tmp_path, monkeypatch, caplog):
+@pytest.fixture
+def book(tmp_path, monkeypatch):
+    """An empty working folder but for `book.txt`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("".join(f"line {i} of the only file\n" for i in range(300)))
+
+
+def test_a_run_says_its_prediction_first_and_keeps_it(tmp_path, book, caplog):
     settings, losses = ["data=text", "data.path=book.txt", *SMALL], []
     for mode in MODES:
         caplog.clear()
@@ -143,6 +148,16 @@ def test_a_run_says_its_prediction_first_and_keeps_it(tmp_path, monkeypatch, cap
         [said] = [message for message in caplog.messages if message.startswith("memory: predicted peak ")]
         assert f" {result['predicted_peak_memory_gib'] * 1024:.2f} MiB in the " in said and "weights " in said
     assert losses[0] == losses[1] == losses[2]
+
+
+def test_a_run_goes_on_with_another_mode_to_the_same_result(tmp_path, book):
+    kept = ["train.checkpoint_every=2", "train.keep_last=2"]
+    run_command("python train.py data=text data.path=book.txt output=run", *SMALL, *kept)
+    result = tmp_path / "run/result.json"
+    first = json.loads(result.read_text())["validation_loss"]
+    result.unlink()
+    run_command("python train.py resume=run/checkpoints/step-2.ckpt trainer.activation_checkpointing=selective")
+    assert json.loads(result.read_text())["validation_loss"] == first
 
 
 def test_an_unknown_mode_is_refused(tmp_path, monkeypatch):
