@@ -1,7 +1,8 @@
 """Activation checkpointing: which of its activations a block keeps for the backward, and which it computes again.
 
 It changes memory and time, and no result: what is computed again comes from the same operators on the same inputs.
-Source: arXiv 1604.06174; selective as in Megatron, arXiv 2205.05198, but for which operators' results are kept.
+Selective keeps what costs most to compute and least to keep: the output and LSE of attention, whose cost grows with
+the square of the length. Source: arXiv 1604.06174 (full).
 """
 
 import functools
@@ -28,7 +29,8 @@ ATTENTION_OPERATORS = frozenset(
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         higher_order.flex_attention,
-        # standard and sdpa_math have no operator of their own: their products and S and P, which nothing else calls.
+        # standard and sdpa_math have none of their own. Of what they call, and nothing else does, S is kept with P: in
+        # long rows that is more than without checkpointing, and full is the mode for them.
         aten.baddbmm.default,
         aten.bmm.default,
         aten._softmax.default,
