@@ -1,6 +1,7 @@
 """Activation checkpointing: which of its activations a block keeps for the backward, and which it computes again.
 
 It changes memory and time, and no result: what is computed again comes from the same operators on the same inputs.
+Only where they are fused by a compiler may they round otherwise.
 Selective keeps what costs most to compute and least to keep: the output and LSE of attention, whose cost grows with
 the square of the length. Source: arXiv 1604.06174 (full).
 """
