@@ -63,8 +63,8 @@ DTYPES = [torch.float32, torch.float16]
 HEAD_DIMS = [(16, 16), (24, 24), (64, 64), (72, 48), (128, 128), (256, 256), (40, 96)]
 SOFTCAPS = [0.0, 0.0, 1.5]
 
-# Beyond what the rule allows, on an H200 with torch 2.11.0, triton 3.6.0, the first in the interpreter, where it depends
-# on the CPU whether it is: variant and case -> by how much.
+# Beyond what the rule allows, on an H200 with torch 2.11.0, triton 3.6.0; the first in the interpreter, where the CPU
+# decides whether it is. Variant and case -> by how much.
 BEYOND_THE_RULE = {
     "flash_v2-window(0, None)-65x200-heads4x2-D128x128-float32": "dv 1.05 times: P comes back from an LSE kept in fp32",
     "flash_v2-window(0, None)-129x4097-heads3x1-D24x128-float32": "dv 1.5 times: P comes back from an LSE kept in fp32",
