@@ -28,7 +28,7 @@ from ..tiles import num_sms
 from ..views import VARYING, addressable
 from .launch import ROWS, launch_of, view
 from .pipeline import FIRST_BARRIER, fetch, give_turn, make_ring, release, take_turn, tiles_of, wait_for
-from .products import as_operand, zeros
+from .products import as_operand, rounded, zeros
 from .schedule import block_at, section, table, tile_at, tiles_of_program, visits
 
 # Slots of each ring.
@@ -136,7 +136,7 @@ def _attend(
         # P is named too: its registers are read until now.
         acc_MD = warpgroup_mma_wait(0, (acc_MD, p_MN))[0]
         release(v_ring, count, CONSUMERS)
-        p_MN = as_operand(next_p_MN, acc_MD, p_MN.dtype)
+        p_MN = as_operand(rounded(next_p_MN, p_MN.dtype), acc_MD, p_MN.dtype)
         acc_MD = acc_MD * _across(rescale_M, acc_MD)
         count += 1
     return acc_MD, p_MN, row_max_M, row_sum_MT, count
@@ -169,7 +169,7 @@ def _compute(
     release(k_ring, 0, CONSUMERS)
     j = block_at(0, blocks) * BLOCK_N
     p_MN, unused_M, row_max_M, row_sum_MT = _softmax(s_MN, no_max_M, scale_log2e, cap, lo_M, hi_M, j, ANY_MASKED)
-    p_MN = as_operand(p_MN, zeros(BLOCK_DV), q_MD.dtype)
+    p_MN = as_operand(rounded(p_MN, q_MD.dtype), zeros(BLOCK_DV), q_MD.dtype)
     count = 0
     for n in range(begin, end):
         state = (zeros(BLOCK_DV), p_MN, row_max_M, row_sum_MT, count)
@@ -178,43 +178,46 @@ def _compute(
                 state, q_MD, rings, lo_M, hi_M, blocks, scale_log2e, cap,
                 True, CONSUMER, CONSUMERS, BLOCK_N, PING_PONG,
             )  # fmt: skip
+        # Read from memory while the free blocks keep the warpgroup busy; behind the last tile they mean nothing.
+        more = n + 1 < end
+        next_b, next_h, next_first, next_blocks = tile_at(
+            table_ptr, tl.minimum(n + 1, end - 1), num_q_heads, mask, CONSUMERS * ROWS, BLOCK_N
+        )
         acc_MD, p_MN, row_max_M, row_sum_MT, count = _attend(
             state, q_MD, rings, lo_M, hi_M, blocks, scale_log2e, cap,
             False, CONSUMER, CONSUMERS, BLOCK_N, PING_PONG,
         )  # fmt: skip
         release(q_ring, n - begin, CONSUMERS)
 
-        # The last product of this tile beside the first scores of the next; behind the last tile those mean nothing.
-        more = n + 1 < end
-        this_b, this_h, this_first = b, h, first
-        b, h, first, blocks = tile_at(
-            table_ptr, tl.minimum(n + 1, end - 1), num_q_heads, mask, CONSUMERS * ROWS, BLOCK_N
-        )
+        # The last product of this tile beside the first scores of the next.
+        lo_M, hi_M = key_bounds(next_first + i_M, next_b, *mask)
         q_MD = wait_for(q_ring, n + 1 - begin, CONSUMER, needed=more)
         s_MN, acc_MD = _scores_and_output(
             q_MD, rings, count, more, acc_MD, p_MN, CONSUMER, CONSUMERS, BLOCK_N, PING_PONG
         )
         s_MN = warpgroup_mma_wait(1, (s_MN,))
-        release(k_ring, count + 1, CONSUMERS)
-        lo_M, hi_M = key_bounds(first + i_M, b, *mask)
-        j = block_at(0, blocks) * BLOCK_N
+        j = block_at(0, next_blocks) * BLOCK_N
         next_p_MN, unused_M, next_max_M, next_sum_MT = _softmax(
             s_MN, no_max_M, scale_log2e, cap, lo_M, hi_M, j, ANY_MASKED
         )
         row_sum_M = gl.convert_layout(gl.sum(row_sum_MT, 1), S_ROWS)
         factor_M, lse_M = softmax_finish(row_max_M, row_sum_M, scale_log2e)
-        this_lse_ptr = lse_ptr + (this_b * num_q_heads + this_h).to(gl.int64) * q_len + this_first
-        gl.store(this_lse_ptr + i_M, lse_M, mask=this_first + i_M < q_len)
+        tile_lse_ptr = lse_ptr + (b * num_q_heads + h).to(gl.int64) * q_len + first
+        gl.store(tile_lse_ptr + i_M, lse_M, mask=first + i_M < q_len)
         acc_MD = warpgroup_mma_wait(0, (acc_MD, p_MN))[0]
         release(v_ring, count, CONSUMERS)
         count += 1
+        if more:
+            release(k_ring, count, CONSUMERS)
 
         out_MD = (acc_MD * _across(factor_M, acc_MD)).to(out.dtype)
         tma.store_wait(0)
         out_buffer.reshape([ROWS, BLOCK_DV]).store(out_MD)
         fence_async_shared()
-        tma.async_copy_shared_to_global(out, [this_b, this_h, this_first + CONSUMER * ROWS, 0], out_buffer)
-        p_MN, row_max_M, row_sum_MT = as_operand(next_p_MN, acc_MD, q_MD.dtype), next_max_M, next_sum_MT
+        tma.async_copy_shared_to_global(out, [b, h, first + CONSUMER * ROWS, 0], out_buffer)
+        p_MN = as_operand(rounded(next_p_MN, q_MD.dtype), acc_MD, q_MD.dtype)
+        row_max_M, row_sum_MT = next_max_M, next_sum_MT
+        b, h, first, blocks = next_b, next_h, next_first, next_blocks
     tma.store_wait(0)
 
 

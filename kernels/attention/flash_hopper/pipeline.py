@@ -48,14 +48,20 @@ def _mbarriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def _slot_and_phase(n, SLOTS: gl.constexpr):
+    """Where use n takes place, and the parity of the laps before it. SLOTS is a power of two."""
+    return n & (SLOTS - 1), (n & SLOTS) // SLOTS
+
+
+@gluon.jit
 def acquire(ring, n, NBYTES: gl.constexpr, CONSUMERS: gl.constexpr):
     """The loading warp: waits until use n may have its slot, in which so many bytes will land; returns the slot."""
     buffers, landed, free = ring
     SLOTS: gl.constexpr = landed.shape[0]
-    slot, lap = n % SLOTS, n // SLOTS
+    slot, phase = _slot_and_phase(n, SLOTS)
     if isinstance(free, gl.shared_memory_descriptor):
-        mbarrier.wait(free.index(slot), (lap & 1) ^ 1)
-    elif lap > 0:
+        mbarrier.wait(free.index(slot), phase ^ 1)
+    elif n >= SLOTS:
         _sync(free + slot, CONSUMERS * WARPGROUP + WARPGROUP // 4)
     mbarrier.expect(landed.index(slot), NBYTES)
     return slot
@@ -88,8 +94,8 @@ def wait_for(ring, n, COPY: gl.constexpr = 0, needed=True):
     buffers, landed, free = ring
     SLOTS: gl.constexpr = landed.shape[0]
     COPIES: gl.constexpr = buffers.shape[0] // SLOTS
-    slot = n % SLOTS
-    mbarrier.wait(landed.index(slot), (n // SLOTS) & 1, pred=needed)
+    slot, phase = _slot_and_phase(n, SLOTS)
+    mbarrier.wait(landed.index(slot), phase, pred=needed)
     return buffers.index(slot * COPIES + COPY).reshape([buffers.shape[3], buffers.shape[4]])
 
 
@@ -113,7 +119,7 @@ def resident(ring, COPY: gl.constexpr, ANEW: gl.constexpr = False):
 def release(ring, n, CONSUMERS: gl.constexpr):
     """A computing warpgroup: it has read all of use n."""
     buffers, landed, free = ring
-    slot = n % landed.shape[0]
+    slot, phase = _slot_and_phase(n, landed.shape[0])
     if isinstance(free, gl.shared_memory_descriptor):
         mbarrier.arrive(free.index(slot))
     else:

@@ -23,6 +23,24 @@ def rows_of(x):
 
 
 @gluon.jit
+def rounded(x, dtype: gl.constexpr):
+    """x in 16 bits, two numbers at a time, in assembly.
+
+    What goes around a loop stays in pairs so: else LLVM carries the halves of a register by themselves, and puts them
+    together in every step.
+    """
+    if dtype == gl.bfloat16:
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+    return pairs
+
+
+@gluon.jit
 def as_operand(x, acc, dtype: gl.constexpr):
     """A result as the first operand of the product into `acc`, in the registers where the tensor cores wrote it."""
     return gl.convert_layout(x.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 2))

@@ -1,0 +1,295 @@
+"""The backward kernel for Hopper and its launch: one warp loads, two warpgroups compute, dQ, dK and dV in one pass.
+
+A program has a tile of keys, 64 for each warpgroup, and visits the blocks of queries that see them, of all query heads
+of the group: five matrix products a block. S and dP are made as S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T
+are operands of dV and dK in the registers where they were made; dQ alone needs dS in shared memory. S starts at -LSE
+and dP at -delta, in place of subtractions. dS stays in units of P * dP, which fp16 holds; the softmax scale is applied
+in fp32 at the end. dK and dV have the same bits every run. What a tile gives to dQ the copy engine adds up in global
+memory, in fp32 and in no fixed order.
+Source: FlashAttention-3 (arXiv:2407.08608) and its backward; ThunderKittens (arXiv:2410.20399) for where S starts.
+"""
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..geometry import any_masked, block_of_step, inside, mask_arguments, steps
+from ..intervals import Intervals
+from ..softcap import cap_gradient, cap_scores, score_units
+from ..views import VARYING, addressable
+from . import query_rows
+from .launch import BACKWARD, ROWS, columns_of, numbers_view, view
+from .pipeline import (
+    FIRST_BARRIER,
+    fetch,
+    fetch_with_numbers,
+    make_ring,
+    meet,
+    numbers_at,
+    numbers_of,
+    release,
+    resident,
+    tiles_of,
+    wait_for,
+)
+from .products import add_to_global, as_operand, half_of, rows_of, zeros
+from .schedule import block_at, key_tile, seen_by
+
+# Warpgroups that compute.
+CONSUMERS: gl.constexpr = gl.constexpr(2)
+
+# Named barriers: one of both warpgroups, then those of the rings.
+BOTH_HERE: gl.constexpr = FIRST_BARRIER
+RINGS: gl.constexpr = gl.constexpr(FIRST_BARRIER.value + 1)
+
+
+@gluon.jit
+def _load(problem, rings, numbers, inputs, BLOCK_M: gl.constexpr):
+    """The loading warp: K and V of the tile, then Q and dO of each block with what its rows start with."""
+    num_kv_heads, group_size, mask, padded_len, scale, scale_log2e, cap = problem
+    k_ring, v_ring, q_ring, dout_ring = rings
+    s_starts, dp_starts = numbers
+    k, v, q, dout, s_start, dp_start = inputs
+    b, h_kv, first, blocks = key_tile(num_kv_heads, mask, CONSUMERS * ROWS, BLOCK_M)
+    fetch(k_ring, 0, k, b, h_kv, first, CONSUMERS)
+    fetch(v_ring, 0, v, b, h_kv, first, CONSUMERS)
+    begin, _, _, end = blocks
+    count = 0
+    for member in range(group_size):
+        h = h_kv * group_size + member
+        place = (b * num_kv_heads * group_size + h) * padded_len
+        for visit in range(end - begin):
+            i = block_at(visit, blocks) * BLOCK_M
+            fetch_with_numbers(q_ring, s_starts, count, q, s_start, b, h, i, place + i, CONSUMERS)
+            fetch_with_numbers(dout_ring, dp_starts, count, dout, dp_start, b, h, i, place + i, CONSUMERS)
+            count += 1
+
+
+@gluon.jit
+def _product_for_dq(k_ring, ds_buffers, ds_set, CONSUMER: gl.constexpr, SPLIT: gl.constexpr, COLUMNS: gl.constexpr):
+    """Issues dQ = dS K: this warpgroup's half of the columns over all keys, or all columns over its keys."""
+    dq_MD = zeros(COLUMNS)
+    if SPLIT:
+        for part in gl.static_range(CONSUMERS):
+            ds_MN = ds_buffers.index(ds_set + part).permute((1, 0))
+            k_ND = half_of(resident(k_ring, part), CONSUMER)
+            dq_MD = warpgroup_mma(ds_MN, k_ND, dq_MD, use_acc=part > 0, is_async=True)
+    else:
+        ds_MN = ds_buffers.index(ds_set + CONSUMER).permute((1, 0))
+        dq_MD = warpgroup_mma(ds_MN, resident(k_ring, CONSUMER), dq_MD, use_acc=False, is_async=True)
+    return dq_MD
+
+
+@gluon.jit
+def _tile(ring, n):
+    """The tile of use n of a ring of one block to a slot, for which this warpgroup has waited."""
+    buffers, landed, free = ring
+    return buffers.index(n % landed.shape[0]).reshape([buffers.shape[3], buffers.shape[4]])
+
+
+@gluon.jit
+def _scores(
+    rings, s_starts, n, needed, cap, CONSUMER: gl.constexpr, SPLIT: gl.constexpr, BLOCK_M: gl.constexpr
+):  # fmt: skip
+    """Issues S^T = K Q^T of use n of the ring, from -LSE on where scores are not capped afterwards."""
+    k_ring, v_ring, q_ring, dout_ring = rings
+    QUERIES: gl.constexpr = gl.SliceLayout(0, zeros(BLOCK_M).type.layout)
+    q_MD = wait_for(q_ring, n, needed=needed)
+    s_NM = rows_of(numbers_at(q_ring, s_starts, n, QUERIES)) if cap is None else zeros(BLOCK_M)
+    k_ND = resident(k_ring, CONSUMER, SPLIT)
+    return warpgroup_mma(k_ND, q_MD.permute((1, 0)), s_NM, use_acc=cap is None, is_async=True)
+
+
+@gluon.jit
+def _add_queries(
+    state, problem, rings, numbers, staging, dq_sum, b, h, blocks, lo_N, hi_N,
+    MASKED: gl.constexpr, CONSUMER: gl.constexpr, SPLIT: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    """Adds to dK, dV and dQ what a head's query blocks give: those that need a mask, or the free."""
+    num_kv_heads, group_size, mask, padded_len, scale, scale_log2e, cap = problem
+    k_ring, v_ring, q_ring, dout_ring = rings
+    s_starts, dp_starts = numbers
+    ds_buffers, dq_buffers = staging
+    s_NM, dk_ND, dv_ND, count = state
+    dtype: gl.constexpr = ds_buffers.dtype
+    DS_SETS: gl.constexpr = ds_buffers.shape[0] // CONSUMERS
+    DQ_COLUMNS: gl.constexpr = dq_sum.block_shape[3]
+    DQ_PRODUCTS: gl.constexpr = CONSUMERS if SPLIT else 1
+    QUERIES: gl.constexpr = gl.SliceLayout(0, zeros(BLOCK_M).type.layout)
+    start, stop = steps(blocks, MASKED)
+    all_visits = group_size * (blocks[3] - blocks[0])
+    for step in range(start, stop):
+        i = block_of_step(step, blocks, MASKED) * BLOCK_M
+        dout_MD = wait_for(dout_ring, count)
+        dp_NM = rows_of(numbers_at(dout_ring, dp_starts, count, QUERIES))
+        dp_NM = warpgroup_mma(resident(v_ring, CONSUMER, SPLIT), dout_MD.permute((1, 0)), dp_NM, is_async=True)
+
+        s_NM = cap_scores(s_NM, cap)
+        bits_NM = s_NM * scale_log2e
+        if cap is not None:
+            bits_NM += numbers_at(q_ring, s_starts, count, QUERIES)[None, :]
+        p_NM = gl.exp2(bits_NM)
+        if MASKED:
+            i_M = gl.arange(0, BLOCK_M, QUERIES)
+            p_NM = gl.where(inside(i_M[None, :], (lo_N - i)[:, None], (hi_N - i)[:, None]), p_NM, 0.0)
+        p_operand = as_operand(p_NM, dv_ND, dtype)
+        dv_ND = warpgroup_mma(p_operand, dout_MD, dv_ND, is_async=True)
+
+        # dS = P dP, times the derivative of the cap: P takes that first, so that the scores need not wait for dP.
+        p_NM = cap_gradient(p_NM, s_NM, cap)
+        ds_NM = (p_NM * warpgroup_mma_wait(1, (dp_NM,))).to(dtype)
+        # With two sets one is written while the other warpgroup may still read that of the step before.
+        ds_set = count % DS_SETS * CONSUMERS
+        ds_buffers.index(ds_set + CONSUMER).store(ds_NM)
+        fence_async_shared()
+        ds_operand = as_operand(ds_NM, dk_ND, dtype)
+        q_MD = _tile(q_ring, count)
+        dk_ND = warpgroup_mma(ds_operand, q_MD, dk_ND, is_async=True)
+        if SPLIT:
+            meet(BOTH_HERE, CONSUMERS)
+
+        # P and dS are named too: their registers are read until now.
+        dv_ND = warpgroup_mma_wait(1, (dv_ND, p_operand))[0]
+        release(dout_ring, count, CONSUMERS)
+        dq_MD = _product_for_dq(k_ring, ds_buffers, ds_set, CONSUMER, SPLIT, DQ_COLUMNS)
+        dk_ND = warpgroup_mma_wait(DQ_PRODUCTS, (dk_ND, ds_operand))[0]
+        release(q_ring, count, CONSUMERS)
+        # The next block's scores, while dQ is stored; behind the last block they mean nothing.
+        s_NM = _scores(rings, s_starts, count + 1, count + 1 < all_visits, cap, CONSUMER, SPLIT, BLOCK_M)
+        dq_MD = warpgroup_mma_wait(1, (dq_MD,))
+        tma.store_wait(0)
+        dq_buffers.index(CONSUMER).reshape([BLOCK_M, DQ_COLUMNS]).store(dq_MD)
+        fence_async_shared()
+        add_to_global(dq_sum, [b, h, i, CONSUMER * DQ_COLUMNS if SPLIT else 0], dq_buffers.index(CONSUMER))
+        s_NM = warpgroup_mma_wait(0, (s_NM,))
+        count += 1
+    return s_NM, dk_ND, dv_ND, count
+
+
+@gluon.jit
+def _compute(
+    problem, rings, numbers, staging, outputs,
+    CONSUMER: gl.constexpr, ANY_MASKED: gl.constexpr, SPLIT: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    """A computing warpgroup: dK and dV of its 64 keys, summed over the group in fp32, and what the tile gives to dQ."""
+    num_kv_heads, group_size, mask, padded_len, scale, scale_log2e, cap = problem
+    k_ring, v_ring, q_ring, dout_ring = rings
+    dk, dv, dq_sum = outputs
+    KEYS: gl.constexpr = gl.SliceLayout(1, zeros(BLOCK_M).type.layout)
+    b, h_kv, tile_first, blocks = key_tile(num_kv_heads, mask, CONSUMERS * ROWS, BLOCK_M)
+    first = tile_first + CONSUMER * ROWS
+    lo_N, hi_N = seen_by(first + gl.arange(0, ROWS, KEYS), b, *mask)
+    k_ND, v_ND = wait_for(k_ring, 0, CONSUMER), wait_for(v_ring, 0, CONSUMER)
+    s_starts, dp_starts = numbers
+    s_NM = _scores(rings, s_starts, 0, blocks[3] > blocks[0], cap, CONSUMER, SPLIT, BLOCK_M)
+    s_NM = warpgroup_mma_wait(0, (s_NM,))
+    state = (s_NM, zeros(dk.block_shape[3]), zeros(dv.block_shape[3]), 0)
+    for member in range(group_size):
+        h = h_kv * group_size + member
+        if ANY_MASKED:
+            state = _add_queries(
+                state, problem, rings, numbers, staging, dq_sum, b, h, blocks, lo_N, hi_N,
+                True, CONSUMER, SPLIT, BLOCK_M,
+            )  # fmt: skip
+        state = _add_queries(
+            state, problem, rings, numbers, staging, dq_sum, b, h, blocks, lo_N, hi_N,
+            False, CONSUMER, SPLIT, BLOCK_M,
+        )  # fmt: skip
+
+    s_NM, dk_ND, dv_ND, count = state
+    if SPLIT:
+        # Until here the other warpgroup may read this one's keys for dQ.
+        meet(BOTH_HERE, CONSUMERS)
+    k_ND.store((dk_ND * scale).to(dk.dtype))
+    v_ND.store(dv_ND.to(dv.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dk, [b, h_kv, first, 0], k_ring[0].index(CONSUMER))
+    tma.async_copy_shared_to_global(dv, [b, h_kv, first, 0], v_ring[0].index(CONSUMER))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=VARYING)
+def _bwd_kernel(
+    k, v, q, dout, s_start, dp_start, dk, dv, dq_sum, scale, scale_log2e, cap,
+    q_len, kv_len, num_kv_heads, group_size, padded_len, left, right, bounds,
+    BLOCK_M: gl.constexpr, SLOTS: gl.constexpr, SPLIT: gl.constexpr, NAMED: gl.constexpr, REGISTERS: gl.constexpr,
+    ANY_MASKED: gl.constexpr,
+):  # fmt: skip
+    """Writes one tile of dk and dv, and adds to dq_sum. Grid (batch * KV heads * key tiles,)."""
+    k_ring = make_ring(k, 1, CONSUMERS, CONSUMERS, None)
+    v_ring = make_ring(v, 1, CONSUMERS, CONSUMERS, None)
+    q_ring = make_ring(q, SLOTS, 1, CONSUMERS, RINGS if NAMED else None)
+    dout_ring = make_ring(dout, SLOTS, 1, CONSUMERS, RINGS + SLOTS if NAMED else None)
+    rings = (k_ring, v_ring, q_ring, dout_ring)
+    numbers = (numbers_of(s_start, SLOTS), numbers_of(dp_start, SLOTS))
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], k.dtype)
+    ds_buffers = gl.allocate_shared_memory(k.dtype, [CONSUMERS * (2 if SPLIT else 1), ROWS, BLOCK_M], DS_LAYOUT)
+    staging = (ds_buffers, tiles_of(dq_sum, CONSUMERS))
+    fence_async_shared()
+    mask = (q_len, kv_len, left, right, bounds)
+    problem = (num_kv_heads, group_size, mask, padded_len, scale, scale_log2e, cap)
+    inputs = (k, v, q, dout, s_start, dp_start)
+    outputs = (dk, dv, dq_sum)
+    gl.warp_specialize(
+        [
+            (_compute, (problem, rings, numbers, staging, outputs, 0, ANY_MASKED, SPLIT, BLOCK_M)),
+            (_compute, (problem, rings, numbers, staging, outputs, 1, ANY_MASKED, SPLIT, BLOCK_M)),
+            (_load, (problem, rings, numbers, inputs, BLOCK_M)),
+        ],
+        [4, 1],
+        REGISTERS,
+    )
+
+
+def backward(
+    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    intervals: Intervals, scale: float, softcap: float, needs_dq: bool, needs_dkdv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns dq, dk, dv, contiguous, like q, k, v; an empty tensor for what is not needed.
+
+    out and lse are the forward's, contiguous, dlse is the gradient of the natural-log LSE (B, Hq, Sq). One kernel makes
+    all three.
+    """
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    if k.shape[1] == 0 or out.numel() == 0:
+        for x in (dq, dk, dv):
+            x.zero_()
+    else:
+        _launch(dq, dk, dv, dout, dlse, q, k, v, out, lse, intervals, scale, softcap)
+    return dq if needs_dq else q.new_empty(0), *(x if needs_dkdv else x.new_empty(0) for x in (dk, dv))
+
+
+def _launch(
+    dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, intervals: Intervals, scale: float, softcap: float,
+) -> None:  # fmt: skip
+    batch, q_len, num_q_heads, head_dim = q.shape
+    kv_len, num_kv_heads = k.shape[1:3]
+    dout, q, k, v = addressable(dout), addressable(q), addressable(k), addressable(v)
+    columns = columns_of(q)
+    launch = BACKWARD[columns]
+    keys = CONSUMERS.value * ROWS.value
+    units = score_units(scale, softcap)
+    s_start, dp_start, dq_sum = query_rows.start(
+        out, dout, lse, dlse.contiguous(), head_dim, launch.BLOCK_M, **units
+    )
+    _bwd_kernel[(batch * num_kv_heads * triton.cdiv(kv_len, keys),)](
+        *(view(x, ROWS.value) for x in (k, v)),
+        *(view(x, launch.BLOCK_M) for x in (q, dout)),
+        *(numbers_view(x, launch.BLOCK_M) for x in (s_start, dp_start)),
+        *(view(x, ROWS.value) for x in (dk, dv)),
+        view(dq_sum, launch.BLOCK_M, columns // 2 if launch.SPLIT else columns),
+        scale, **units, q_len=q_len, kv_len=kv_len, num_kv_heads=num_kv_heads,
+        group_size=num_q_heads // num_kv_heads, padded_len=s_start.shape[-1],
+        **mask_arguments(intervals, q_len, kv_len),
+        ANY_MASKED=any_masked(intervals, q_len, kv_len, keys) or q_len % launch.BLOCK_M != 0,
+        **vars(launch), num_warps=4,
+    )  # fmt: skip
+    query_rows.finish(dq_sum, dq, scale)
