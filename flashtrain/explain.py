@@ -244,7 +244,7 @@ def _shape(config: ExplainConfig, length: int) -> Shape:
 
 
 def _launch(config: ExplainConfig, device: Device, intervals: Intervals) -> Launch:
-    launch = tiles(device.architecture, config.head_dim, DTYPES[config.dtype], intervals.is_full)
+    launch = tiles(device.architecture, config.head_dim, DTYPES[config.dtype])
     return Launch(launch, device.sram_elements)
 
 

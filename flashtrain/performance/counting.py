@@ -262,7 +262,7 @@ def compare(variant: str, shape: Shape, intervals: Intervals) -> list[Comparison
     PyTorch does before and after a kernel of flash_v1.
     """
     dtype, cpu = torch.float32, torch.device("cpu")
-    launch = Launch(tiles(architecture(cpu), shape.head_dim, dtype, intervals.is_full), sram_elements(cpu))
+    launch = Launch(tiles(architecture(cpu), shape.head_dim, dtype), sram_elements(cpu))
     if variant == "standard":
         counted = count_standard(shape, intervals, dtype)
     else:

@@ -126,13 +126,13 @@ def _flash_v1_backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, need
 def _flash_v2_forward(q, k, v, mask, scale, softcap):
     from .flash_v2.forward import forward
 
-    return forward(q, k, v, mask, scale, softcap, _tiles(q, v, mask))
+    return forward(q, k, v, mask, scale, softcap, _tiles(q, v))
 
 
 def _flash_v2_backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, needs_dq, needs_dkdv):
     from .flash_v2.backward import backward
 
-    launch = _tiles(q, v, mask)
+    launch = _tiles(q, v)
     return backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, launch, needs_dq, needs_dkdv)
 
 
@@ -142,10 +142,19 @@ def _flash_hopper_forward(q, k, v, mask, scale, softcap):
     return forward(q, k, v, mask, scale, softcap)
 
 
-def _tiles(q: Tensor, v: Tensor, mask: Intervals) -> Tiles:
-    return tiles(architecture(q.device), max(q.shape[-1], v.shape[-1]), q.dtype, mask.is_full)
+def _flash_hopper_backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, needs_dq, needs_dkdv):
+    from .flash_hopper.backward import backward
+
+    # dQ is added up in no fixed order; flash_v2's backward has the same bits every run, and takes the same tensors.
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        return _flash_v2_backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, needs_dq, needs_dkdv)
+    return backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, needs_dq, needs_dkdv)
+
+
+def _tiles(q: Tensor, v: Tensor) -> Tiles:
+    return tiles(architecture(q.device), max(q.shape[-1], v.shape[-1]), q.dtype)
 
 
 flash_v1 = _register("flash_v1", _flash_v1_forward, _flash_v1_backward)
 flash_v2 = _register("flash_v2", _flash_v2_forward, _flash_v2_backward)
-flash_hopper = _register("flash_hopper", _flash_hopper_forward, _flash_v2_backward)
+flash_hopper = _register("flash_hopper", _flash_hopper_forward, _flash_hopper_backward)

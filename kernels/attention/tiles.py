@@ -1,5 +1,5 @@
 """How kernels are launched: flash_v2 by a table of tiles, warps and pipeline stages for each architecture, head
-dimension, dtype and mask; flash_v1 by its paper's formula.
+dimension and dtype; flash_v1 by its paper's formula.
 
 Static on purpose: nothing is tuned at start-up, so every run and every rank launches the same kernels and
 CUDA-graph capture meets no search. Rows say what was measured; the others are only known to compile and to
@@ -7,7 +7,7 @@ fit.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -70,12 +70,6 @@ HALF = {
     },
 }
 
-# architecture -> head dimension of a row above -> its forward where all queries see all keys
-FULL_FORWARD = {
-    # H200, full, as above: 3 % faster at 2k, 8 % at 8k and 10 % at 32k, but 6 % slower where causal at 2k.
-    "sm_90": {128: Tile(128, 64, 4, 2)},
-}
-
 # Every architecture: exact fp32 products do not use tensor cores. Not measured.
 FP32 = {
     64: Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), use_tma=False),
@@ -93,16 +87,12 @@ def architecture(device: torch.device) -> str:
     return {9: "sm_90", 10: "sm_100"}.get(torch.cuda.get_device_capability(device)[0], "sm_80")
 
 
-def tiles(architecture: str, head_dim: int, dtype: torch.dtype, is_full: bool = False) -> Tiles:
-    """The launch records of a problem; head_dim, the larger one, at most 256; is_full: all see all."""
+def tiles(architecture: str, head_dim: int, dtype: torch.dtype) -> Tiles:
+    """The launch records of a problem; head_dim, the larger one, at most 256."""
     if architecture == "interpreter":
         return INTERPRETER
     rows = FP32 if dtype == torch.float32 else HALF[architecture]
-    limit = next(limit for limit in sorted(rows) if head_dim <= limit)
-    full_forward = FULL_FORWARD.get(architecture, {}).get(limit)
-    if is_full and full_forward is not None and rows is not FP32:
-        return replace(rows[limit], forward=full_forward)
-    return rows[limit]
+    return rows[next(limit for limit in sorted(rows) if head_dim <= limit)]
 
 
 # An H200's, for compiling where there is no GPU.

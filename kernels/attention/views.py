@@ -36,22 +36,18 @@ def padded_head_dim(x_BSHD: Tensor) -> int:
 
 def view(x_BSHD: Tensor, rows: int, use_tma: bool) -> TensorDescriptor | tuple:
     """The kernel argument for an addressable, non-empty x that is read or written `rows` rows at a time."""
-    x_BHSD = x_BSHD.transpose(1, 2)
     if not use_tma:
+        x_BHSD = x_BSHD.transpose(1, 2)
         return x_BHSD, *x_BHSD.stride()[:-1], *x_BHSD.shape[2:]
-    return TensorDescriptor(x_BHSD, list(x_BHSD.shape), strides_BHSD(x_BSHD), [1, 1, rows, padded_head_dim(x_BSHD)])
+    return TensorDescriptor(x_BSHD, *shape_and_strides_BHSD(x_BSHD), [1, 1, rows, padded_head_dim(x_BSHD)])
 
 
-def strides_BHSD(x_BSHD: Tensor) -> list[int]:
-    """Strides of an addressable x as a descriptor wants them: aligned, that of a dimension of size 1 too."""
-    x_BHSD = x_BSHD.transpose(1, 2)
-    return [
-        *(
-            step if size > 1 else ALIGNMENT_BYTES
-            for step, size in zip(x_BHSD.stride()[:-1], x_BHSD.shape[:-1], strict=True)
-        ),
-        1,
-    ]
+def shape_and_strides_BHSD(x_BSHD: Tensor) -> tuple[list[int], list[int]]:
+    """What a descriptor wants of an addressable x: strides aligned, that of a dimension of size 1 too."""
+    B, S, H, D = x_BSHD.shape
+    steps = zip((B, S, H), x_BSHD.stride()[:-1], strict=True)
+    step_B, step_S, step_H = (step if size > 1 else ALIGNMENT_BYTES for size, step in steps)
+    return [B, H, S, D], [step_B, step_H, step_S, 1]
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import triton
+from sass import unset_registers
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -94,27 +95,32 @@ def launch(target: str, problem: Problem) -> None:
     if problem.variant == "flash_hopper_backward":
         flash_hopper_backward.backward(out, lse, q, k, v, out, lse, mask, 0.125, problem.softcap, True, True)
         return
-    rows = tiles(target, max(problem.head_dim, v_head_dim), dtype, mask.is_full)
+    rows = tiles(target, max(problem.head_dim, v_head_dim), dtype)
     forward(q, k, v, mask, 0.125, problem.softcap, rows)
     backward(out, lse, q, k, v, out, lse, mask, 0.125, problem.softcap, rows, True, True)
 
 
 @functools.cache
-def ptxas_report(ptx: str, target: str) -> str:
-    """What ptxas says of a kernel: registers, bytes spilled, and products that it makes wait for one another."""
-    program = "ptxas-blackwell" if target == "sm_100" else "ptxas"
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / program
+def assembled(ptx: str, target: str) -> tuple[str, str]:
+    """What ptxas says of a kernel: registers, bytes spilled, and products that it makes wait for one another; and the
+    machine code of one whose warps have roles."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    ptxas = tools / ("ptxas-blackwell" if target == "sm_100" else "ptxas")
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
+        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
         gpu = re.search(r"^\.target (\w+)", ptx, re.MULTILINE).group(1)
-        command = [ptxas, "-v", f"--gpu-name={gpu}", source, "-o", Path(folder, "kernel.cubin")]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        command = [ptxas, "-v", f"--gpu-name={gpu}", source, "-o", cubin]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        if "setmaxnreg" not in ptx:
+            return said, ""
+        command = [tools / "nvdisasm", "-c", cubin]
+        return said, subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def report_on(kernel, target: str) -> dict[str, int | list]:
     """What a compiled kernel needs and holds: bytes, numbers of instructions in its assembly, the registers that its
-    warps ask for, and ptxas's codes where it makes a WGMMA wait (C7510 to C7518)."""
+    warps ask for, ptxas's codes where it makes a WGMMA wait (C7510 to C7518), and reads of registers left unset."""
     report = {"shared": kernel.metadata.shared, "allowed": SHARED_MEMORY[target]}
     if "amdgcn" in kernel.asm:
         assembly = kernel.asm["amdgcn"]
@@ -122,11 +128,12 @@ def report_on(kernel, target: str) -> dict[str, int | list]:
         report["atomics"] = assembly.count("_atomic_")
     else:
         assembly = kernel.asm["ptx"]
-        said = ptxas_report(assembly, target)
+        said, machine_code = assembled(assembly, target)
         report["spilled"] = int(re.search(r"(\d+) bytes spill stores", said).group(1))
         report["waits"] = sorted(set(re.findall(r"C751\d", said)))
         asked = re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", assembly)
         report["registers"] = sorted(set(map(int, asked)))
+        report["unset"] = unset_registers(machine_code) if machine_code else []
         report["atomics"] = len(re.findall(r"\b(?:atom|red|cp\.reduce)\.", assembly))
         report["wgmma"] = assembly.count("wgmma.mma_async")
         report["tma"] = assembly.count("cp.async.bulk.tensor")

@@ -37,7 +37,9 @@ def main() -> None:
             backward(out, lse, q, k, v, out, lse, intervals, 0.125, softcap, launch, True, True)
             torch.cuda.synchronize()
         if refusal("flash_hopper", AttentionSpec.of(q, k, v, intervals, softcap=softcap)) is None:
-            ops.flash_hopper(q, k, v, intervals, 0.125, softcap)
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            out, lse = ops.flash_hopper(*leaves, intervals, 0.125, softcap)
+            torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), torch.ones_like(lse)))
             torch.cuda.synchronize()
         print(f"ran {mask} {Sq} x {Sk}, D {D}, {dtype}", flush=True)
 

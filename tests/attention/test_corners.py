@@ -126,9 +126,11 @@ def test_what_masked_keys_hold_does_not_matter(flash, softcap):
 
 def test_valid_scores_below_any_finite_sentinel_count(flash, nan_filled_outputs):
     q, k, v = flash.qkv(1, 40, 40, 1, 1, 16)
-    q, k = q.abs() * 1e9, -k.abs() * 1e9
+    # Beyond some 2^20 a fused multiply-add of a score is off by more than a bit of P, so 16 bits stay below.
+    magnitude, sentinel = (1e9, -1e15) if flash.dtype == torch.float32 else (100, -1e3)
+    q, k = q.abs() * magnitude, -k.abs() * magnitude
     out, lse = flash(q, k, v)
-    assert lse.isfinite().all() and lse.max() < -1e15
+    assert lse.isfinite().all() and lse.max() < sentinel
     scores = q[0, :, 0].double() @ k[0, :, 0].double().T
     best = scores.masked_fill(~CAUSAL.dense(40, 40, DEVICE)[0], -math.inf).argmax(1)
     assert torch.equal(out[0, :, 0], v[0, best, 0])

@@ -11,6 +11,8 @@ import torch
 
 from flashtrain.kernels.attention import Intervals
 
+forward = pytest.importorskip("flashtrain.kernels.attention.flash_hopper.forward")
+launch = pytest.importorskip("flashtrain.kernels.attention.flash_hopper.launch")
 schedule = pytest.importorskip("flashtrain.kernels.attention.flash_hopper.schedule")
 geometry = pytest.importorskip("flashtrain.kernels.attention.geometry")
 
@@ -63,9 +65,8 @@ def test_a_section_is_a_power_of_two_of_kv_heads_that_stay_in_l2():
 
 @pytest.mark.parametrize("intervals", MASKS.values(), ids=MASKS)
 def test_a_table_lists_the_tiles_of_each_program(intervals):
-    arguments = (intervals, 1000, 1300, 6, 4, 128, 128, 10, torch.device("cpu"))
-    table = schedule.table(*arguments)
-    assert table.dtype == torch.int32 and schedule.table(*arguments) is table
+    table = schedule.table(intervals, 1000, 1300, 6, 4, 128, 128, 10, torch.device("cpu"))
+    assert table.dtype == torch.int32
     begins, numbers = table[:11].tolist(), table[11:].tolist()
     assert begins[0] == 0 and begins[-1] == len(numbers) and begins == sorted(set(begins))
     assert sorted(numbers) == list(range(6 * 8))
@@ -74,6 +75,32 @@ def test_a_table_lists_the_tiles_of_each_program(intervals):
 def test_tiles_alike_go_head_by_head():
     table = schedule.table(Intervals.full(), 512, 512, 4, 4, 128, 128, 8, torch.device("cpu"))
     assert [table[9 + begin].item() for begin in table[:8].tolist()] == list(range(8))
+
+
+def test_a_plan_is_made_once_for_each_shape_and_its_table_stays_where_it_is():
+    shape = (2, 500, 500, 4, 2, 64, 64, 2, torch.device("cpu"))
+    causal, full, bounds = (forward._plan(mask, *shape) for mask in (Intervals.causal(), Intervals.full(), None))
+    assert forward._plan(Intervals.causal(), *shape) is causal
+    assert causal.any_masked and full.any_masked and bounds.any_masked
+    assert not forward._plan(Intervals.full(), 2, 512, 512, *shape[3:]).any_masked
+    assert (full.launch, bounds.launch) == (launch.FORWARD[64], launch.FEW_KEYS[64])
+
+
+@pytest.mark.parametrize(
+    ("intervals", "kv_len", "few"),
+    [
+        (Intervals.causal(), 2048, True),
+        (Intervals.causal(), 2049, False),
+        (Intervals.window(1023, 1024), 8192, True),
+        (Intervals.window(1023, 1025), 8192, False),
+        (Intervals.full(), 100, False),
+        (None, 8192, True),
+    ],
+    ids=str,
+)
+def test_a_mask_that_leaves_few_keys_has_smaller_tiles(intervals, kv_len, few):
+    assert launch.launch_of(64, intervals, kv_len, kv_len) == (launch.FEW_KEYS if few else launch.FORWARD)[64]
+    assert launch.launch_of(72, intervals, kv_len, kv_len) == launch.FORWARD[128]
 
 
 def test_costs_are_counted_on_the_host_whatever_the_default_device():

@@ -44,6 +44,7 @@ H200 = AttentionSpec(
 CPU = replace(H200, device_type="cpu", sm=None, cudnn_version=None, dtype=torch.float32)
 RTX_4090, RTX_5090 = replace(H200, sm=89), replace(H200, sm=120)
 OLD_CUDNN = replace(H200, cudnn_version=91002)
+BLACKWELL = replace(H200, sm=100)
 TURING = 75
 WINDOW = Intervals.window(1023, 0)
 DOCUMENTS = Intervals.causal().in_documents(torch.zeros(1, 8192, dtype=torch.int32))
@@ -176,14 +177,20 @@ def test_what_is_served():
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        pytest.param(H200, "sdpa_cudnn", id="hopper-bf16"),
-        pytest.param(replace(H200, needs_grad=False), "sdpa_cudnn", id="hopper-no-gradients"),
-        pytest.param(replace(H200, needs_lse=True), "flash_v2", id="hopper-lse"),
-        pytest.param(replace(H200, q_len=4096), "flash_v2", id="hopper-Sq-less-than-Sk"),
-        pytest.param(replace(H200, intervals=WINDOW), "flash_v2", id="hopper-window"),
+        pytest.param(H200, "flash_hopper", id="hopper-bf16"),
+        pytest.param(replace(H200, needs_grad=False), "flash_hopper", id="hopper-no-gradients"),
+        pytest.param(replace(H200, needs_lse=True), "flash_hopper", id="hopper-lse"),
+        pytest.param(replace(H200, q_len=4096), "flash_hopper", id="hopper-Sq-less-than-Sk"),
+        pytest.param(replace(H200, intervals=WINDOW), "flash_hopper", id="hopper-window"),
+        pytest.param(replace(H200, intervals=DOCUMENTS), "flash_hopper", id="hopper-documents"),
+        pytest.param(
+            replace(H200, intervals=DOCUMENTS, head_dim=64, v_head_dim=64), "flash_v2", id="hopper-documents-64"
+        ),
         pytest.param(replace(H200, head_dim=256, v_head_dim=256), "flash_v2", id="hopper-wide-heads"),
-        pytest.param(replace(H200, sm=100, needs_grad=False), "sdpa_cudnn", id="blackwell-no-gradients"),
-        pytest.param(replace(H200, sm=100, needs_lse=True), "flash_v2", id="blackwell-lse"),
+        pytest.param(replace(H200, triton=305), "sdpa_cudnn", id="hopper-old-triton"),
+        pytest.param(BLACKWELL, "sdpa_cudnn", id="blackwell-bf16"),
+        pytest.param(replace(BLACKWELL, needs_grad=False), "sdpa_cudnn", id="blackwell-no-gradients"),
+        pytest.param(replace(BLACKWELL, needs_lse=True), "flash_v2", id="blackwell-lse"),
         pytest.param(replace(H200, head_dim=64, v_head_dim=64, sm=80), "flash_v2", id="ampere-bf16"),
         pytest.param(replace(H200, dtype=torch.float32), "sdpa_efficient", id="hopper-fp32"),
         pytest.param(replace(H200, dtype=torch.float64), "sdpa_math", id="hopper-fp64"),
@@ -220,20 +227,21 @@ def test_auto_never_takes_what_is_for_study():
 
 
 def test_auto_says_what_it_passed_over():
-    assert "sdpa_cudnn returns no log-sum-exp" in choose(replace(H200, needs_lse=True))[1]
+    assert "sdpa_cudnn returns no log-sum-exp" in choose(replace(BLACKWELL, needs_lse=True))[1]
 
 
 def test_auto_passes_over_what_is_found_wrong(monkeypatch):
-    found = replace(VARIANTS["sdpa_cudnn"], wrong=lambda: "computes wrong numbers here")
-    monkeypatch.setitem(VARIANTS, "sdpa_cudnn", found)
+    found = replace(VARIANTS["flash_hopper"], wrong=lambda: "computes wrong numbers here")
+    monkeypatch.setitem(VARIANTS, "flash_hopper", found)
     name, reason = choose(H200)
-    assert name == "flash_v2" and reason.endswith("; sdpa_cudnn computes wrong numbers here")
-    assert resolve("sdpa_cudnn", H200) == "sdpa_cudnn" in supporting(H200)
+    assert name == "sdpa_cudnn" and reason.endswith("; flash_hopper computes wrong numbers here")
+    assert resolve("flash_hopper", H200) == "flash_hopper" in supporting(H200)
 
 
 def test_auto_tries_only_what_it_would_take(monkeypatch):
-    monkeypatch.setitem(VARIANTS, "flash_v2", replace(VARIANTS["flash_v2"], wrong=lambda: pytest.fail("tried")))
-    assert choose(H200)[0] == "sdpa_cudnn"
+    tried = replace(VARIANTS["flash_hopper"], wrong=lambda: pytest.fail("tried"))
+    monkeypatch.setitem(VARIANTS, "flash_hopper", tried)
+    assert choose(BLACKWELL)[0] == "sdpa_cudnn"
     assert choose(replace(H200, dtype=torch.float64))[0] == "sdpa_math"
 
 
@@ -256,7 +264,7 @@ def test_auto_refuses_what_no_variant_serves():
 
 def test_auto_logs_a_choice_once(caplog, monkeypatch):
     monkeypatch.setattr("flashtrain.kernels.attention.variants._logged", set())
-    spec = replace(H200, intervals=Intervals.window(17, 17))
+    spec = replace(BLACKWELL, intervals=Intervals.window(17, 17))
     with caplog.at_level(logging.INFO, logger="flashtrain"):
         for _ in range(3):
             resolve("auto", spec)

@@ -113,7 +113,7 @@ COUNTED = {
 def on_h200(variant, pass_name, length, mask):
     """The estimate for 16 heads of 128 in bf16."""
     dtype, shape = torch.bfloat16, Shape(1, length, length, 16, 16, 128)
-    launch = Launch(tiles("sm_90", 128, dtype, mask.is_full), H200.sram_elements)
+    launch = Launch(tiles("sm_90", 128, dtype), H200.sram_elements)
     found = predict(variant, pass_name, shape, mask, dtype, launch)
     return estimate(found, compulsory(pass_name, shape, dtype), H200, nominal(H200, dtype))
 

@@ -73,24 +73,23 @@ def _load(problem, rings, numbers, inputs, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def _product_for_dq(k_ring, ds_buffers, ds_set, CONSUMER: gl.constexpr, SPLIT: gl.constexpr, COLUMNS: gl.constexpr):
-    """Issues dQ = dS K: this warpgroup's half of the columns over all keys, or all columns over its keys."""
-    dq_MD = zeros(COLUMNS)
-    if SPLIT:
-        for part in gl.static_range(CONSUMERS):
-            ds_MN = ds_buffers.index(ds_set + part).permute((1, 0))
-            k_ND = half_of(resident(k_ring, part), CONSUMER)
-            dq_MD = warpgroup_mma(ds_MN, k_ND, dq_MD, use_acc=part > 0, is_async=True)
-    else:
-        ds_MN = ds_buffers.index(ds_set + CONSUMER).permute((1, 0))
-        dq_MD = warpgroup_mma(ds_MN, resident(k_ring, CONSUMER), dq_MD, use_acc=False, is_async=True)
+def _product_for_dq(k_ring, ds_buffers, ds_set, CONSUMER: gl.constexpr, BY_ROWS: gl.constexpr):
+    """Issues this warpgroup's half of dQ = dS K, over all keys of the tile: half of the rows, or of the columns."""
+    dq_MD = zeros(ROWS)
+    for part in gl.static_range(CONSUMERS):
+        ds_NM, k_ND = ds_buffers.index(ds_set + part), resident(k_ring, part)
+        if BY_ROWS:
+            ds_NM = half_of(ds_NM, CONSUMER)
+        else:
+            k_ND = half_of(k_ND, CONSUMER)
+        dq_MD = warpgroup_mma(ds_NM.permute((1, 0)), k_ND, dq_MD, use_acc=part > 0, is_async=True)
     return dq_MD
 
 
 @gluon.jit
 def _add_queries(
     state, problem, rings, numbers, staging, dq_sum, b, h, blocks, lo_N, hi_N,
-    MASKED: gl.constexpr, CONSUMER: gl.constexpr, SPLIT: gl.constexpr, BLOCK_M: gl.constexpr,
+    MASKED: gl.constexpr, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """Adds to dK, dV and dQ what a head's query blocks give: those that need a mask, or the free."""
     num_kv_heads, group_size, mask, padded_len, scale, scale_log2e, cap = problem
@@ -99,9 +98,7 @@ def _add_queries(
     ds_buffers, dq_buffers = staging
     dk_ND, dv_ND, count = state
     dtype: gl.constexpr = ds_buffers.dtype
-    DS_SETS: gl.constexpr = ds_buffers.shape[0] // CONSUMERS
-    DQ_COLUMNS: gl.constexpr = dq_sum.block_shape[3]
-    DQ_PRODUCTS: gl.constexpr = CONSUMERS if SPLIT else 1
+    BY_ROWS: gl.constexpr = BLOCK_M == CONSUMERS * ROWS
     QUERIES: gl.constexpr = gl.SliceLayout(0, zeros(BLOCK_M).type.layout)
     start, stop = steps(blocks, MASKED)
     for step in range(start, stop):
@@ -111,7 +108,7 @@ def _add_queries(
         s_NM = rows_of(s_start_M) if cap is None else zeros(BLOCK_M)
         dout_MD = wait_for(dout_ring, count)
         dp_NM = rows_of(numbers_at(dout_ring, dp_starts, count, QUERIES))
-        k_ND, v_ND = resident(k_ring, CONSUMER, SPLIT), resident(v_ring, CONSUMER, SPLIT)
+        k_ND, v_ND = resident(k_ring, CONSUMER, True), resident(v_ring, CONSUMER, True)
         s_NM = warpgroup_mma(k_ND, q_MD.permute((1, 0)), s_NM, use_acc=cap is None, is_async=True)
         dp_NM = warpgroup_mma(v_ND, dout_MD.permute((1, 0)), dp_NM, is_async=True)
 
@@ -127,26 +124,26 @@ def _add_queries(
         # dS = P dP, times the derivative of the cap: P takes that first, so that the scores need not wait for dP.
         p_NM = cap_gradient(p_NM, s_NM, cap)
         ds_NM = (p_NM * warpgroup_mma_wait(1, (dp_NM,))).to(dtype)
-        # With two sets one is written while the other warpgroup may still read that of the step before.
-        ds_set = count % DS_SETS * CONSUMERS
+        # Of two sets: the other warpgroup may still read that of the step before.
+        ds_set = count % 2 * CONSUMERS
         ds_buffers.index(ds_set + CONSUMER).store(ds_NM)
         fence_async_shared()
         ds_operand = as_operand(ds_NM, dk_ND, dtype)
         dk_ND = warpgroup_mma(ds_operand, q_MD, dk_ND, is_async=True)
-        if SPLIT:
-            meet(BOTH_HERE, CONSUMERS)
+        meet(BOTH_HERE, CONSUMERS)
 
         # P and dS are named too: their registers are read until now.
         dv_ND = warpgroup_mma_wait(1, (dv_ND, p_operand))[0]
         release(dout_ring, count, CONSUMERS)
-        dq_MD = _product_for_dq(k_ring, ds_buffers, ds_set, CONSUMER, SPLIT, DQ_COLUMNS)
-        dk_ND = warpgroup_mma_wait(DQ_PRODUCTS, (dk_ND, ds_operand))[0]
+        dq_MD = _product_for_dq(k_ring, ds_buffers, ds_set, CONSUMER, BY_ROWS)
+        dk_ND = warpgroup_mma_wait(CONSUMERS, (dk_ND, ds_operand))[0]
         release(q_ring, count, CONSUMERS)
         dq_MD = warpgroup_mma_wait(0, (dq_MD,))
         tma.store_wait(0)
-        dq_buffers.index(CONSUMER).reshape([BLOCK_M, DQ_COLUMNS]).store(dq_MD)
+        dq_buffers.index(CONSUMER).reshape([ROWS, ROWS]).store(dq_MD)
         fence_async_shared()
-        add_to_global(dq_sum, [b, h, i, CONSUMER * DQ_COLUMNS if SPLIT else 0], dq_buffers.index(CONSUMER))
+        place = [b, h, i + CONSUMER * ROWS, 0] if BY_ROWS else [b, h, i, CONSUMER * ROWS]
+        add_to_global(dq_sum, place, dq_buffers.index(CONSUMER))
         count += 1
     return dk_ND, dv_ND, count
 
@@ -154,7 +151,7 @@ def _add_queries(
 @gluon.jit
 def _compute(
     problem, rings, numbers, staging, outputs,
-    CONSUMER: gl.constexpr, ANY_MASKED: gl.constexpr, SPLIT: gl.constexpr, BLOCK_M: gl.constexpr,
+    CONSUMER: gl.constexpr, ANY_MASKED: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dK and dV of its 64 keys, summed over the group in fp32, and what the tile gives to dQ."""
     num_kv_heads, group_size, mask, padded_len, scale, scale_log2e, cap = problem
@@ -171,17 +168,16 @@ def _compute(
         if ANY_MASKED:
             state = _add_queries(
                 state, problem, rings, numbers, staging, dq_sum, b, h, blocks, lo_N, hi_N,
-                True, CONSUMER, SPLIT, BLOCK_M,
+                True, CONSUMER, BLOCK_M,
             )  # fmt: skip
         state = _add_queries(
             state, problem, rings, numbers, staging, dq_sum, b, h, blocks, lo_N, hi_N,
-            False, CONSUMER, SPLIT, BLOCK_M,
+            False, CONSUMER, BLOCK_M,
         )  # fmt: skip
 
     dk_ND, dv_ND, count = state
-    if SPLIT:
-        # Until here the other warpgroup may read this one's keys for dQ.
-        meet(BOTH_HERE, CONSUMERS)
+    # Until here the other warpgroup may read this one's keys for dQ.
+    meet(BOTH_HERE, CONSUMERS)
     k_ND.store((dk_ND * scale).to(dk.dtype))
     v_ND.store(dv_ND.to(dv.dtype))
     fence_async_shared()
@@ -194,7 +190,7 @@ def _compute(
 def _bwd_kernel(
     k, v, q, dout, s_start, dp_start, dk, dv, dq_sum, scale, scale_log2e, cap,
     q_len, kv_len, num_kv_heads, group_size, padded_len, left, right, bounds,
-    BLOCK_M: gl.constexpr, SLOTS: gl.constexpr, SPLIT: gl.constexpr, NAMED: gl.constexpr, REGISTERS: gl.constexpr,
+    BLOCK_M: gl.constexpr, SLOTS: gl.constexpr, NAMED: gl.constexpr, REGISTERS: gl.constexpr,
     ANY_MASKED: gl.constexpr,
 ):  # fmt: skip
     """Writes one tile of dk and dv, and adds to dq_sum. Grid (batch * KV heads * key tiles,)."""
@@ -205,7 +201,7 @@ def _bwd_kernel(
     rings = (k_ring, v_ring, q_ring, dout_ring)
     numbers = (numbers_of(s_start, SLOTS), numbers_of(dp_start, SLOTS))
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], k.dtype)
-    ds_buffers = gl.allocate_shared_memory(k.dtype, [CONSUMERS * (2 if SPLIT else 1), ROWS, BLOCK_M], DS_LAYOUT)
+    ds_buffers = gl.allocate_shared_memory(k.dtype, [2 * CONSUMERS, ROWS, BLOCK_M], DS_LAYOUT)
     staging = (ds_buffers, tiles_of(dq_sum, CONSUMERS))
     fence_async_shared()
     mask = (q_len, kv_len, left, right, bounds)
@@ -214,8 +210,8 @@ def _bwd_kernel(
     outputs = (dk, dv, dq_sum)
     gl.warp_specialize(
         [
-            (_compute, (problem, rings, numbers, staging, outputs, 0, ANY_MASKED, SPLIT, BLOCK_M)),
-            (_compute, (problem, rings, numbers, staging, outputs, 1, ANY_MASKED, SPLIT, BLOCK_M)),
+            (_compute, (problem, rings, numbers, staging, outputs, 0, ANY_MASKED, BLOCK_M)),
+            (_compute, (problem, rings, numbers, staging, outputs, 1, ANY_MASKED, BLOCK_M)),
             (_load, (problem, rings, numbers, inputs, BLOCK_M)),
         ],
         [4, 1],
@@ -248,7 +244,8 @@ def _launch(
     batch, q_len, num_q_heads, head_dim = q.shape
     kv_len, num_kv_heads = k.shape[1:3]
     dout, q, k, v = addressable(dout), addressable(q), addressable(k), addressable(v)
-    columns = columns_of(q)
+    # Of Q and K as many as of V, at least, so that half of dQ is whole where a launch is for 128.
+    columns = max(columns_of(q), columns_of(v))
     launch = BACKWARD[columns]
     keys = CONSUMERS.value * ROWS.value
     units = score_units(scale, softcap)
@@ -256,11 +253,11 @@ def _launch(
         out, dout, lse, dlse.contiguous(), head_dim, launch.BLOCK_M, **units
     )
     _bwd_kernel[(batch * num_kv_heads * triton.cdiv(kv_len, keys),)](
-        *(view(x, ROWS.value) for x in (k, v)),
-        *(view(x, launch.BLOCK_M) for x in (q, dout)),
+        view(k, ROWS.value, columns), view(v, ROWS.value),
+        view(q, launch.BLOCK_M, columns), view(dout, launch.BLOCK_M),
         *(numbers_view(x, launch.BLOCK_M) for x in (s_start, dp_start)),
-        *(view(x, ROWS.value) for x in (dk, dv)),
-        view(dq_sum, launch.BLOCK_M, columns // 2 if launch.SPLIT else columns),
+        view(dk, ROWS.value, columns), view(dv, ROWS.value),
+        view(dq_sum, ROWS.value, ROWS.value),
         scale, **units, q_len=q_len, kv_len=kv_len, num_kv_heads=num_kv_heads,
         group_size=num_q_heads // num_kv_heads, padded_len=s_start.shape[-1],
         **mask_arguments(intervals, q_len, kv_len),

@@ -5,7 +5,9 @@ of the next, and the first scores of its next tile are made before this tile's o
 Source: FlashAttention-3 (arXiv:2407.08608), algorithms 1 and 2.
 """
 
+import functools
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,8 +28,8 @@ from ..online_softmax import softmax_finish, softmax_update
 from ..softcap import cap_scores, score_units
 from ..tiles import num_sms
 from ..views import VARYING, addressable
-from .launch import ROWS, launch_of, view
-from .pipeline import FIRST_BARRIER, fetch, give_turn, make_ring, release, take_turn, tiles_of, wait_for
+from .launch import ROWS, Launch, launch_of, view
+from .pipeline import FIRST_BARRIER, fetch, give_turn, landed_anew, make_ring, release, take_turn, tiles_of, wait_for
 from .products import as_operand, rounded, zeros
 from .schedule import block_at, section, table, tile_at, tiles_of_program, visits
 
@@ -112,12 +114,13 @@ def _across(x_M, like):
 
 @gluon.jit
 def _attend(
-    state, q_MD, rings, lo_M, hi_M, blocks, scale_log2e, cap,
+    state, tile, rings, lo_M, hi_M, blocks, scale_log2e, cap,
     MASKED: gl.constexpr, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
     PING_PONG: gl.constexpr,
 ):  # fmt: skip
     """Folds key blocks but the first into output and softmax state: those that need a mask, or the free."""
     q_ring, k_ring, v_ring = rings
+    q_MD = landed_anew(q_ring, tile, CONSUMER)
     acc_MD, p_MN, row_max_M, row_sum_MT, count = state
     masked, all_visits = visits(blocks)
     if MASKED:
@@ -175,16 +178,16 @@ def _compute(
         state = (zeros(BLOCK_DV), p_MN, row_max_M, row_sum_MT, count)
         if ANY_MASKED:
             state = _attend(
-                state, q_MD, rings, lo_M, hi_M, blocks, scale_log2e, cap,
+                state, n - begin, rings, lo_M, hi_M, blocks, scale_log2e, cap,
                 True, CONSUMER, CONSUMERS, BLOCK_N, PING_PONG,
             )  # fmt: skip
-        # Read from memory while the free blocks keep the warpgroup busy; behind the last tile they mean nothing.
+        # Behind the last tile these mean nothing.
         more = n + 1 < end
         next_b, next_h, next_first, next_blocks = tile_at(
             table_ptr, tl.minimum(n + 1, end - 1), num_q_heads, mask, CONSUMERS * ROWS, BLOCK_N
         )
         acc_MD, p_MN, row_max_M, row_sum_MT, count = _attend(
-            state, q_MD, rings, lo_M, hi_M, blocks, scale_log2e, cap,
+            state, n - begin, rings, lo_M, hi_M, blocks, scale_log2e, cap,
             False, CONSUMER, CONSUMERS, BLOCK_N, PING_PONG,
         )  # fmt: skip
         release(q_ring, n - begin, CONSUMERS)
@@ -261,6 +264,35 @@ def _fwd_kernel(
         )
 
 
+class Plan(NamedTuple):
+    """What the shapes of a call decide."""
+
+    launch: Launch
+    num_programs: int
+    tiles: Tensor
+    any_masked: bool
+
+
+# Never forgotten, because a captured CUDA graph may hold a table's address. Four bytes a tile: 17 KB at 32k tokens and
+# 16 heads, 1 MB at 1M and 32, which the host deals out in 20 ms and in a second.
+@functools.cache
+def _plan(
+    intervals: Intervals, batch: int, q_len: int, kv_len: int, num_q_heads: int, num_kv_heads: int, head_dim: int,
+    v_head_dim: int, element_size: int, device: torch.device,
+) -> Plan:  # fmt: skip
+    """The plan of a call whose mask is `intervals`, or comes as bounds where that is None."""
+    launch = launch_of(max(head_dim, v_head_dim), intervals, q_len, kv_len)
+    heads = batch * num_q_heads
+    num_programs = min(num_sms(device), heads * triton.cdiv(q_len, launch.BLOCK_M))
+    heads_in_section = section(kv_len * (head_dim + v_head_dim) * element_size, num_q_heads // num_kv_heads)
+    tiles = table(
+        intervals or Intervals.full(), q_len, kv_len, heads, heads_in_section, launch.BLOCK_M, launch.BLOCK_N,
+        num_programs, device,
+    )  # fmt: skip
+    any_part_hidden = intervals is None or any_masked(intervals, q_len, kv_len, launch.BLOCK_N)
+    return Plan(launch, num_programs, tiles, any_part_hidden)
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
@@ -275,21 +307,14 @@ def forward(
     if kv_len == 0 or out.numel() == 0:
         return out.zero_(), lse.fill_(-math.inf)
     q, k, v = addressable(q), addressable(k), addressable(v)
-    launch = launch_of(max(head_dim, v_head_dim))
-    group_size = num_q_heads // num_kv_heads
-    heads = batch * num_q_heads
-    num_programs = min(num_sms(q.device), heads * triton.cdiv(q_len, launch.BLOCK_M))
-    tiles = table(
-        Intervals.full() if intervals.bounds is not None else intervals.at(q_len, kv_len),
-        q_len, kv_len, heads, section(kv_len * (head_dim + v_head_dim) * q.element_size(), group_size),
-        launch.BLOCK_M, launch.BLOCK_N, num_programs, q.device,
+    plan = _plan(
+        intervals if intervals.bounds is None else None, batch, q_len, kv_len, num_q_heads, num_kv_heads, head_dim,
+        v_head_dim, q.element_size(), q.device,
     )  # fmt: skip
-    _fwd_kernel[(num_programs,)](
-        *(view(x, rows) for x, rows in ((q, ROWS.value), (k, launch.BLOCK_N), (v, launch.BLOCK_N), (out, ROWS.value))),
-        lse, tiles, **score_units(scale, softcap),
-        q_len=q_len, kv_len=kv_len, num_q_heads=num_q_heads, group_size=group_size,
-        **mask_arguments(intervals, q_len, kv_len),
-        ANY_MASKED=any_masked(intervals, q_len, kv_len, launch.BLOCK_N),
-        **vars(launch), num_warps=4,
+    _fwd_kernel[(plan.num_programs,)](
+        view(q, ROWS.value), view(k, plan.launch.BLOCK_N), view(v, plan.launch.BLOCK_N), view(out, ROWS.value),
+        lse, plan.tiles, **score_units(scale, softcap),
+        q_len=q_len, kv_len=kv_len, num_q_heads=num_q_heads, group_size=num_q_heads // num_kv_heads,
+        **mask_arguments(intervals, q_len, kv_len), ANY_MASKED=plan.any_masked, **vars(plan.launch), num_warps=4,
     )  # fmt: skip
     return out, lse

@@ -100,6 +100,23 @@ def wait_for(ring, n, COPY: gl.constexpr = 0, needed=True):
 
 
 @gluon.jit
+def landed_anew(ring, n, COPY: gl.constexpr):
+    """A computing warpgroup, after it has waited for use n: block COPY, rows x columns, at an address of its own.
+
+    For a loop: ptxas 12.8 computes what two loops in sequence take from one address before the first of them alone,
+    and where that is skipped the second reads registers that nobody set. It does not look through a shuffle.
+    """
+    buffers, landed, free = ring
+    SLOTS: gl.constexpr = landed.shape[0]
+    COPIES: gl.constexpr = buffers.shape[0] // SLOTS
+    slot, phase = _slot_and_phase(n, SLOTS)
+    slot = gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return buffers.index(slot * COPIES + COPY).reshape([buffers.shape[3], buffers.shape[4]])
+
+
+@gluon.jit
 def resident(ring, COPY: gl.constexpr, ANEW: gl.constexpr = False):
     """A computing warpgroup, after it has waited for use 0 of a ring of one slot: block COPY, rows x columns.
 

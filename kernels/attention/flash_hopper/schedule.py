@@ -6,7 +6,6 @@ sections of heads whose K and V stay in L2 together; where they do not, head by 
 Source: Graham 1969 (longest processing time first); FlashAttention-3 (arXiv:2407.08608) for the sections.
 """
 
-import functools
 import heapq
 
 import torch
@@ -54,9 +53,6 @@ def section(head_bytes: int, group_size: int) -> int:
     return group_size << (kv_heads.bit_length() - 1)
 
 
-# Never forgotten, because a captured CUDA graph may hold a table's address. Four bytes a tile: 17 KB at 32k tokens and
-# 16 heads, 1 MB at 1M and 32, which the host deals out in 20 ms and in a second.
-@functools.cache
 def table(
     intervals: Intervals,
     q_len: int,

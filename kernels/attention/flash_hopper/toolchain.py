@@ -34,7 +34,7 @@ class Case(NamedTuple):
 CASES = tuple(
     Case(head_dim, intervals, *lengths)
     for head_dim, intervals, lengths in itertools.product(
-        (64, 128), (Intervals.causal(), Intervals.full()), ((512, 512), (1024, 1024), (336, 1000))
+        (64, 128), (Intervals.causal(), Intervals.full()), ((512, 512), (2304, 2304), (336, 1000))
     )
 )
 
