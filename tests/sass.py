@@ -28,7 +28,7 @@ class Instruction(NamedTuple):
 
 
 def unset_registers(disassembly: str) -> list[str]:
-    """The instructions of nvdisasm's text, with control flow (-c), that read a register which some path leaves unset."""
+    """The instructions in what `nvdisasm -c` prints that read a register which some path leaves unset."""
     instructions, labels = _parse(disassembly)
     set_before: list[int | None] = [None] * len(instructions)
     set_before[0] = 0

@@ -31,22 +31,22 @@ class Unsupported(ValueError):
 class Variant:
     """What it is, in words, for the table of what each supports; `unsupported(spec)` is why not, or None;
     `attend(q, k, v, intervals, scale, softcap)` is (out, lse or None); `attend_alone`, where there is one, is
-    (out, None) for less, and called where nobody asks for the lse; `wrong()`, where there is one, tries the variant on
-    the GPU here: None, or what keeps "auto" from it, as the end of a sentence that begins with its name."""
+    (out, None) for less, and called where nobody asks for the lse; `wrong(head_dim)`, where there is one, tries the
+    variant on the GPU here: None, or what keeps "auto" from it, as the end of a sentence that begins with its name."""
 
     description: str
     unsupported: Callable[[AttentionSpec], str | None]
     attend: Attend
     attend_alone: Attend | None = None
-    wrong: Callable[[], str | None] | None = None
+    wrong: Callable[[int], str | None] | None = None
 
 
 # A constant for the graph: torch.compile traces none of the trial, whose verdict does not change.
 @torch.compiler.assume_constant_result
-def _flash_hopper_wrong() -> str | None:
+def _flash_hopper_wrong(head_dim: int) -> str | None:
     from .flash_hopper.toolchain import wrong
 
-    return wrong()
+    return wrong(head_dim)
 
 
 VARIANTS = {
@@ -105,16 +105,16 @@ def choose(spec: AttentionSpec) -> tuple[str, str]:
     """
     passed_over = ""
     for name in _fastest_first(spec):
-        reason = refusal(name, spec) or _found_wrong(name)
+        reason = refusal(name, spec) or _found_wrong(name, spec)
         if reason is None:
             return name, f"the fastest that can serve this call{passed_over}"
         passed_over = f"{passed_over}; {name} {reason}"
     raise Unsupported(f"attention: no variant can serve this call{passed_over}")
 
 
-def _found_wrong(name: str) -> str | None:
+def _found_wrong(name: str, spec: AttentionSpec) -> str | None:
     wrong = VARIANTS[name].wrong
-    return None if wrong is None else wrong()
+    return None if wrong is None else wrong(max(spec.head_dim, spec.v_head_dim))
 
 
 # flex is never tried: what it serves flash_v2 serves too, without compiling for seconds at each new shape.

@@ -60,18 +60,18 @@ def test_a_mistake_is_a_number_that_is_not_the_right_one_rounded(dtype, monkeypa
 
 
 def test_the_trial_needs_a_gpu_that_the_kernel_runs_on(monkeypatch):
-    monkeypatch.setattr(toolchain, "_verdict", lambda device: pytest.fail("tried"))
+    monkeypatch.setattr(toolchain, "_verdict", lambda device, head_dim: pytest.fail("tried"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert toolchain.wrong() is None
+    assert toolchain.wrong(64) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    assert toolchain.wrong() is None
+    assert toolchain.wrong(64) is None
 
 
 def test_the_trial_is_made_once_and_not_in_a_capture(monkeypatch):
     verdicts, capturing = iter(["computes wrong numbers"]), [True]
     monkeypatch.setattr(toolchain, "_verdicts", {})
-    monkeypatch.setattr(toolchain, "_verdict", lambda device: next(verdicts))
+    monkeypatch.setattr(toolchain, "_verdict", lambda device, head_dim: next(verdicts))
     for name, answer in {
         "is_available": lambda: True,
         "get_device_capability": lambda: (9, 0),
@@ -79,23 +79,24 @@ def test_the_trial_is_made_once_and_not_in_a_capture(monkeypatch):
         "is_current_stream_capturing": lambda: capturing[0],
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    assert "while a CUDA graph is captured" in toolchain.wrong()
+    assert "while a CUDA graph is captured" in toolchain.wrong(64)
     capturing[0] = False
-    assert toolchain.wrong() == "computes wrong numbers"
+    assert toolchain.wrong(64) == "computes wrong numbers"
     capturing[0] = True
-    assert toolchain.wrong() == "computes wrong numbers"
+    assert toolchain.wrong(64) == "computes wrong numbers"
 
 
 def test_a_wrong_toolchain_is_named(monkeypatch):
     monkeypatch.setattr(toolchain, "mistakes", lambda case, dtype, device: torch.tensor(3))
-    verdict = toolchain._verdict(torch.device("cpu"))
+    verdict = toolchain._verdict(torch.device("cpu"), 64)
     assert verdict.startswith("computes wrong numbers with this toolchain (triton 3.")
     assert "TRITON_PTXAS_PATH" in verdict
 
 
 @hopper
-def test_this_toolchain_is_right():
-    assert toolchain.wrong() is None
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_this_toolchain_is_right(head_dim):
+    assert toolchain.wrong(head_dim) is None
 
 
 @hopper

@@ -231,7 +231,7 @@ def test_auto_says_what_it_passed_over():
 
 
 def test_auto_passes_over_what_is_found_wrong(monkeypatch):
-    found = replace(VARIANTS["flash_hopper"], wrong=lambda: "computes wrong numbers here")
+    found = replace(VARIANTS["flash_hopper"], wrong=lambda head_dim: "computes wrong numbers here")
     monkeypatch.setitem(VARIANTS, "flash_hopper", found)
     name, reason = choose(H200)
     assert name == "sdpa_cudnn" and reason.endswith("; flash_hopper computes wrong numbers here")
@@ -239,7 +239,7 @@ def test_auto_passes_over_what_is_found_wrong(monkeypatch):
 
 
 def test_auto_tries_only_what_it_would_take(monkeypatch):
-    tried = replace(VARIANTS["flash_hopper"], wrong=lambda: pytest.fail("tried"))
+    tried = replace(VARIANTS["flash_hopper"], wrong=lambda head_dim: pytest.fail("tried"))
     monkeypatch.setitem(VARIANTS, "flash_hopper", tried)
     assert choose(BLACKWELL)[0] == "sdpa_cudnn"
     assert choose(replace(H200, dtype=torch.float64))[0] == "sdpa_math"
@@ -247,7 +247,7 @@ def test_auto_tries_only_what_it_would_take(monkeypatch):
 
 def test_a_trial_is_no_part_of_a_compiled_call(monkeypatch):
     @torch.compiler.assume_constant_result
-    def wrong():
+    def wrong(head_dim):
         return None if torch.arange(3).sum().item() == 3 else "counts wrong"
 
     torch._dynamo.reset()

@@ -51,10 +51,15 @@ FEW_KEYS = {64: Launch(128, 2, NAMED=True, PING_PONG=True, REGISTERS=(232, 40), 
 MOST_OF_FEW = 2048
 
 
+def limit_of(head_dim: int) -> int:
+    """The largest head dimension that shares its launch records."""
+    return next(limit for limit in FORWARD if head_dim <= limit)
+
+
 def launch_of(head_dim: int, intervals: Intervals | None, q_len: int, kv_len: int) -> Launch:
     """The launch record of a forward, head_dim being the larger one, at most 128; None is a mask that comes as bounds,
     which are documents as a rule, and short."""
-    limit = next(limit for limit in FORWARD if head_dim <= limit)
+    limit = limit_of(head_dim)
     few_keys = intervals is None or _most_keys(intervals.at(q_len, kv_len), kv_len) <= MOST_OF_FEW
     return FEW_KEYS.get(limit, FORWARD[limit]) if few_keys else FORWARD[limit]
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..intervals import Intervals
+from .launch import limit_of
 
 SCALE = math.log(2)
 
@@ -38,27 +39,29 @@ CASES = tuple(
     )
 )
 
-_verdicts: dict[int, str | None] = {}
+# device, largest head dimension of the launch record -> what came out there
+_verdicts: dict[tuple[int, int], str | None] = {}
 
 
-def wrong() -> str | None:
+def wrong(head_dim: int) -> str | None:
     """Why "auto" must not take flash_hopper in this process, as the end of a sentence that begins with its name.
 
-    Tries it on the current device when first asked there, for seconds where kernels are not compiled yet. None where
-    all is right, and where the current device is none that it runs on.
+    Tries it on the current device when first asked there for such a head dimension, the larger one, for some twenty
+    seconds where its kernels are not compiled yet. None where all is right, and where the device is none that it runs on.
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return None
     device = torch.cuda.current_device()
-    if device not in _verdicts:
+    tried = device, limit_of(head_dim)
+    if tried not in _verdicts:
         if torch.cuda.is_current_stream_capturing():
             return "cannot be tried with this toolchain while a CUDA graph is captured; call it once before"
-        _verdicts[device] = _verdict(torch.device("cuda", device))
-    return _verdicts[device]
+        _verdicts[tried] = _verdict(torch.device("cuda", device), tried[1])
+    return _verdicts[tried]
 
 
-def _verdict(device: torch.device) -> str | None:
-    if sum(mistakes(case, torch.bfloat16, device) for case in CASES) == 0:
+def _verdict(device: torch.device, head_dim: int) -> str | None:
+    if sum(mistakes(case, torch.bfloat16, device) for case in CASES if case.head_dim == head_dim) == 0:
         return None
     import triton
 
