@@ -99,16 +99,18 @@ SPILLS_ON_SM_90 = {
     ("all at once", DKDV): 12,
     ("head dim 256", DKDV): 164,
 }
-# By what triton 3.7.1 and 3.6.0 make of it. Few bytes, outside of the loops or in masked ones, at the speeds in NOTES.md; the
-# backward at head dimension 64 with softcap keeps 64 tanh more a thread, and was not measured.
+# The more of what triton 3.7.1 and 3.6.0 make of it: few bytes, at the speeds in NOTES.md. The backward at head dimension 64
+# with softcap, which has 64 tanh a thread to keep, was not measured.
 FLASH_HOPPER_SPILLS = {
-    "flash_hopper full 128": 4,
+    "flash_hopper full 128": 8,
     "flash_hopper window 64": 4,
     "flash_hopper grouped heads": 4,
     "flash_hopper V head dim 64": 24,
-    "flash_hopper_backward causal 64": 100,
-    "flash_hopper_backward causal 64 fp16": 100,
-    "flash_hopper_backward all at once 64": 2152,
+    "flash_hopper_backward causal 64": 104,
+    "flash_hopper_backward causal 64 fp16": 104,
+    "flash_hopper_backward full 64": 24,
+    "flash_hopper_backward documents 128": 4,
+    "flash_hopper_backward all at once 64": 2156,
 }
 # Elsewhere nothing was measured: less than an accumulator of 64 x 64 over 128 threads.
 SPILLS_ELSEWHERE = 124

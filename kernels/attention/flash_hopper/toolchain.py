@@ -46,8 +46,8 @@ _verdicts: dict[tuple[int, int], str | None] = {}
 def wrong(head_dim: int) -> str | None:
     """Why "auto" must not take flash_hopper in this process, as the end of a sentence that begins with its name.
 
-    Tries it on the current device when first asked there for such a head dimension, the larger one, for some twenty
-    seconds where its kernels are not compiled yet. None where all is right, and where the device is none that it runs on.
+    Tries it on the current device when first asked there for such a head dimension, the larger one: some twenty seconds
+    where its kernels are not compiled yet. None where all is right, and on a device that it does not run on.
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return None
