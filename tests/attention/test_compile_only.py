@@ -99,8 +99,8 @@ SPILLS_ON_SM_90 = {
     ("all at once", DKDV): 12,
     ("head dim 256", DKDV): 164,
 }
-# The more of what triton 3.7.1 and 3.6.0 make of it: few bytes, at the speeds in NOTES.md. The backward at head dimension 64
-# with softcap, which has 64 tanh a thread to keep, was not measured.
+# The more of what triton 3.7.1 and 3.6.0 make of it: few bytes, at the speeds in NOTES.md. The backward at head
+# dimension 64 with softcap, which has 64 tanh a thread to keep, was not measured.
 FLASH_HOPPER_SPILLS = {
     "flash_hopper full 128": 8,
     "flash_hopper window 64": 4,
