@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from flashtrain import config as schema
+from flashtrain import ranks
 from flashtrain.errors import UserError
 from flashtrain.kernels.attention import Unsupported
 
@@ -35,6 +37,9 @@ def main(verb: Callable[[Any], None], root: schema.Root = schema.RUN) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands exceptions on instead of printing them itself
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("flashtrain").setLevel(logging.INFO)
+    if ranks.rank() > 0:  # the first says it
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold what this terminal cannot show
     root.register()
@@ -51,12 +56,28 @@ def main(verb: Callable[[Any], None], root: schema.Root = schema.RUN) -> None:
 def mistakes_end_in_one_sentence(root: schema.Root) -> Iterator[None]:
     try:
         yield
-    except (UserError, Unsupported) as mistake:
-        sys.exit(f"error: {mistake}")
-    except (HydraException, OmegaConfBaseException) as mistake:
-        sys.exit(f"error: {explain(mistake, root)}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    except SystemExit as end:
+        if end.code:
+            ranks.fail("interrupted")
+        raise
+    except BaseException as failure:
+        sentence = _sentence(failure, root)
+        ranks.fail(sentence)
+        if sentence is None:
+            raise
+        sys.exit(sentence)
+
+
+def _sentence(failure: BaseException, root: schema.Root) -> str | None:
+    """What to say of it; None for a bug, which keeps its trace."""
+    match failure:
+        case UserError() | Unsupported():
+            return f"error: {failure}"
+        case HydraException() | OmegaConfBaseException():
+            return f"error: {explain(failure, root)}"
+        case KeyboardInterrupt():
+            return "interrupted"
+    return None
 
 
 def explain(error: Exception, root: schema.Root) -> str:

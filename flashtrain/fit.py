@@ -8,6 +8,7 @@ import dataclasses
 import errno
 import functools
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ import torch
 from lightning.pytorch import Trainer
 from rich.console import Console
 
-from flashtrain import evaluate, generate, runs
+from flashtrain import device as devices
+from flashtrain import evaluate, generate, ranks, runs
 from flashtrain.assembly import Assembly, assemble, open_data
 from flashtrain.config import Config, TrainConfig, refuse_all_but, to_yaml
 from flashtrain.data.corpus import Corpus
@@ -28,6 +30,7 @@ from flashtrain.model.attention import causal_window
 from flashtrain.model.gpt import GPT
 from flashtrain.model.head import summed_cross_entropy, token_nll
 from flashtrain.performance.flops import flops_per_token, peak_flops, visible_keys
+from flashtrain.ranks import Ranks
 from flashtrain.training.checkpoint import read_checkpoint
 from flashtrain.training.loggers import build_loggers, require_wandb
 from flashtrain.training.memory import MicroBatch, StepMemory, predict_peak
@@ -43,10 +46,16 @@ PRECISIONS = {torch.float32: "32-true", torch.bfloat16: "bf16-mixed"}
 
 @dataclass(frozen=True)
 class StepShape:
-    """The rows of an optimizer step, and how many of them are in memory at once."""
+    """The rows of an optimizer step, the ranks that they are divided among, and how many each has in memory at once."""
 
     rows: int
+    ranks: int
     micro_batch_rows: int
+
+    @property
+    def micro_batches(self) -> int:
+        """Of each rank."""
+        return self.rows // self.ranks // self.micro_batch_rows
 
 
 def run(config: Config) -> None:
@@ -54,7 +63,8 @@ def run(config: Config) -> None:
     refuse_all_but(("output", "resume"), config)
     if config.logger.wandb:
         require_wandb()
-    console = Console()
+    mine = ranks.resolve(config.trainer.devices, devices.resolve_type("trainer.device", config.trainer.device))
+    console = Console(quiet=not mine.is_first)
     checkpoint = runs.checkpoint_to_resume(config.output, config.resume)
     if checkpoint is not None and (finished := _finished(config)):
         _say(console, f"{finished} has taken all its steps; evaluate it with run={finished}")
@@ -64,27 +74,29 @@ def run(config: Config) -> None:
         torch.cuda.reset_peak_memory_stats()  # those of a sweep's earlier jobs
     made = assemble(config, trains=True)
     corpus = open_data(config.data, made.tokenizer)
-    shape = step_shape(config.train, config.trainer.micro_batch_tokens)
+    shape = step_shape(config.train, config.trainer.micro_batch_tokens, mine.world_size)
     data = _data_module(config, corpus, shape)
     module = _training_module(config, made, shape)
     if reason := evaluate.unscorable(corpus, config.eval):
         log.warning("perplexity by context will not be measured: %s", reason)
-    folder = _folder(config, made, corpus, checkpoint)
+    folder = _folder(config, made, corpus, checkpoint, mine.world_size) if mine.is_first else Path(os.devnull)
     meter = SpeedMeter(config.train.tokens_per_step)
-    trainer = _trainer(config, made, corpus, folder, meter, console)
+    trainer = _trainer(config, made, corpus, folder, mine, meter, console)
     log.info(_summary(config, made, corpus, shape, step))
     predicted = _predicted_peak(config, made, shape)
     log.info("memory: predicted peak %s", predicted)
-    with _a_full_disk_said(folder):
-        trainer.fit(module, data, ckpt_path=checkpoint)
-    if trainer.global_step < config.train.steps:
-        _say(console, f"stopped after step {trainer.global_step}; continue with resume={folder}")
-        return
-    if not module.validation_metrics:  # resumed after its last step, which was all but the report
-        trainer.validate(module, data, verbose=False)
-    result = _result(module, meter) | {"predicted_peak_memory_gib": predicted.total_gib}
-    runs.write_json(folder / runs.RESULT_FILE, result)
-    _report(config, made, corpus, folder, result, console)
+    with ranks.together():
+        with _a_full_disk_said(folder):
+            trainer.fit(module, data, ckpt_path=checkpoint)
+        if trainer.global_step < config.train.steps:
+            _say(console, f"stopped after step {trainer.global_step}; continue with resume={folder}")
+            return
+        if not module.validation_metrics:  # resumed after its last step, which was all but the report
+            trainer.validate(module, data, verbose=False)
+        result = _result(module, meter) | {"predicted_peak_memory_gib": predicted.total_gib}
+    if mine.is_first:
+        runs.write_json(folder / runs.RESULT_FILE, result)
+        _report(config, made, corpus, folder, result, console)
 
 
 @contextlib.contextmanager
@@ -98,16 +110,27 @@ def _a_full_disk_said(folder: Path) -> Iterator[None]:
         raise UserError(f"{folder} cannot be written ({error.strerror}); make room and say resume={folder}") from error
 
 
-def step_shape(train: TrainConfig, micro_batch_tokens: int) -> StepShape:
-    """The largest equal micro-batches of at most `micro_batch_tokens`, and of at least one row."""
+def step_shape(train: TrainConfig, micro_batch_tokens: int, world_size: int) -> StepShape:
+    """Each rank's part in the largest equal micro-batches of at most `micro_batch_tokens`, and of at least one row.
+
+    Raises UserError where ranks have no equal parts.
+    """
     rows = train.tokens_per_step // train.sequence_length
+    share, left = divmod(rows, world_size)
+    if left:
+        fitting = (share + 1) * world_size * train.sequence_length
+        raise UserError(
+            f"train.tokens_per_step is {train.tokens_per_step}, {rows} rows of train.sequence_length, which "
+            f"{world_size} ranks cannot share evenly; the next that they can: train.tokens_per_step={fitting}"
+        )
     at_most = max(micro_batch_tokens // train.sequence_length, 1)
-    return StepShape(rows, max(part for part in range(1, rows + 1) if rows % part == 0 and part <= at_most))
+    largest = max(part for part in range(1, share + 1) if share % part == 0 and part <= at_most)
+    return StepShape(rows, world_size, largest)
 
 
 def _data_module(config: Config, corpus: Corpus, shape: StepShape) -> StepDataModule:
     train = config.train
-    return StepDataModule(
+    data = StepDataModule(
         corpus,
         sequence_length=train.sequence_length,
         rows_per_step=shape.rows,
@@ -118,6 +141,12 @@ def _data_module(config: Config, corpus: Corpus, shape: StepShape) -> StepDataMo
         isolate_documents=config.data.isolate_documents,
         num_workers=config.trainer.data_workers,
     )
+    if (rows := len(data.validation_rows)) < shape.ranks:
+        raise UserError(
+            f"validation has {rows} rows of {train.sequence_length} tokens for {shape.ranks} ranks; raise "
+            "train.validation_tokens, give more text or take fewer devices"
+        )
+    return data
 
 
 def _training_module(config: Config, made: Assembly, shape: StepShape) -> TrainingModule:
@@ -135,12 +164,16 @@ def _training_module(config: Config, made: Assembly, shape: StepShape) -> Traini
 
 
 def _trainer(
-    config: Config, made: Assembly, corpus: Corpus, folder: Path, meter: SpeedMeter, console: Console
+    config: Config, made: Assembly, corpus: Corpus, folder: Path, mine: Ranks, meter: SpeedMeter, console: Console
 ) -> Trainer:
-    train, logs, logger = config.train, folder / runs.LOG_FOLDER, config.logger
-    on_gpu, profiled = made.device.type == "cuda", config.trainer.profile_steps
+    """With loggers, a display and a trace on the first rank alone."""
+    train, logs, first = config.train, folder / runs.LOG_FOLDER, mine.is_first
+    named = {"run_name": folder.name, "settings": dataclasses.asdict(config)}
+    of_gpu = peak_flops(torch.cuda.get_device_name(), made.device.dtype) if made.device.type == "cuda" else None
+    profiled = config.trainer.profile_steps
     return build_trainer(
         device_type=made.device.type,
+        ranks=mine,
         precision=PRECISIONS[made.device.dtype],
         num_steps=train.steps,
         validate_every=train.validate_every,
@@ -148,11 +181,11 @@ def _trainer(
         keep_last=train.keep_last,
         log_every=train.log_every,
         checkpoint_folder=folder / runs.CHECKPOINT_FOLDER,
-        loggers=build_loggers(logs, **vars(logger), run_name=folder.name, settings=dataclasses.asdict(config)),
+        loggers=build_loggers(logs, **vars(config.logger), **named) if first else [],
         meter=meter,
         flops_per_token=_flops(config, made.model, corpus),
-        peak_flops=peak_flops(torch.cuda.get_device_name(), made.device.dtype) if on_gpu else None,
-        trace=None if profiled is None else TraceSteps(*profiled, logs, meter),
+        peak_flops=None if of_gpu is None else mine.world_size * of_gpu,
+        trace=TraceSteps(*profiled, logs, meter) if profiled and first else None,
         console=console,
     )
 
@@ -163,7 +196,7 @@ def _finished(config: Config) -> Path | None:
     return folder if (folder / runs.RESULT_FILE).exists() else None
 
 
-def _folder(config: Config, made: Assembly, corpus: Corpus, checkpoint: Path | None) -> Path:
+def _folder(config: Config, made: Assembly, corpus: Corpus, checkpoint: Path | None, world_size: int) -> Path:
     """The folder of this run, with its settings saved; a resumed one has to have the same corpus."""
     if checkpoint is not None:
         folder = checkpoint.parent.parent
@@ -171,7 +204,7 @@ def _folder(config: Config, made: Assembly, corpus: Corpus, checkpoint: Path | N
         runs.remove_partial_files(folder)
         (folder / runs.RESULT_FILE).unlink(missing_ok=True)  # that of the steps which are taken again
         recorded = runs.read_provenance(folder)
-        recorded.setdefault("resumed", []).append(runs.provenance(attention=made.variant))
+        recorded.setdefault("resumed", []).append(runs.provenance(attention=made.variant, ranks=world_size))
         runs.write_json(folder / runs.PROVENANCE_FILE, recorded)
         return folder
     if config.resume is None:
@@ -184,6 +217,7 @@ def _folder(config: Config, made: Assembly, corpus: Corpus, checkpoint: Path | N
         corpus=corpus.fingerprint,
         tokenizer=made.tokenizer.fingerprint,
         attention=made.variant,
+        ranks=world_size,
         parameters=made.model.num_parameters(),
     )
     runs.write_json(folder / runs.PROVENANCE_FILE, facts)
@@ -219,7 +253,8 @@ def _summary(config: Config, made: Assembly, corpus: Corpus, shape: StepShape, s
             f"{str(device.dtype).removeprefix('torch.')} on {device.type}{', compiled' * device.compile}",
             f"step: {train.tokens_per_step:,} tokens = {shape.rows} rows of {train.sequence_length:,}"
             f"{' with documents apart' * config.data.isolate_documents}, "
-            f"{shape.rows // shape.micro_batch_rows} micro-batches of {shape.micro_batch_rows}; {train.steps:,} steps",
+            f"{shape.micro_batches} micro-batches of {shape.micro_batch_rows}"
+            f"{f' on each of {shape.ranks} ranks' * (shape.ranks > 1)}; {train.steps:,} steps",
             f"start: after step {start:,}" if start else "start: a new run",
         ]
     )
@@ -235,7 +270,7 @@ def _predicted_peak(config: Config, made: Assembly, shape: StepShape) -> StepMem
         variant=made.variant,
         activation_checkpointing=config.trainer.activation_checkpointing,
         head_chunk_tokens=config.trainer.head_chunk_tokens,
-        accumulated=shape.rows > shape.micro_batch_rows,
+        accumulated=shape.micro_batches > 1 or shape.ranks > 1,
     )
     return predict_peak(made.model, config.optimizer, micro_batch)
 
@@ -249,7 +284,7 @@ def _result(module: TrainingModule, meter: SpeedMeter) -> dict[str, float]:
     if speed := meter.average():
         result["tokens_per_second"] = speed
     if (memory := peak_memory_gib()) is not None:
-        result["peak_memory_gib"] = memory
+        (result["peak_memory_gib"],) = map(float, ranks.largest({"memory": memory}, torch.device("cuda")).values())
     return result
 
 

@@ -25,16 +25,17 @@ ALLOWED = {
     "data": set(),
     "evaluation": {"charts"},
     "model": {DOOR},
-    "training": {"model", "performance"},
+    "training": {"model", "performance", "ranks"},
     "runs": {"training"},
     "device": set(),
+    "ranks": set(),
     "config": {"runs", "device", "model", "training", "evaluation"},
     "assembly": {"config", "runs", "device", DOOR, *NOUNS},
-    "entry": {"config", DOOR},
+    "entry": {"config", "ranks", DOOR},
     "check": {"config", "runs", "device", "entry", "accuracy", DOOR},
     "explain": {"config", "runs", "device", "entry", "performance", DOOR},
     "bench": {"config", "runs", "device", "entry", "performance", DOOR},
-    **{verb: {"assembly", "config", "runs", "entry", *NOUNS, *VERBS} for verb in VERBS},
+    **{verb: {"assembly", "config", "device", "ranks", "runs", "entry", *NOUNS, *VERBS} for verb in VERBS},
 }
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from flashtrain.ranks import Ranks
 from flashtrain.training.checkpoint import newest_checkpoint
 from flashtrain.training.meter import SpeedMeter
 from flashtrain.training.module import TrainingModule
@@ -120,6 +121,7 @@ def make_module(num_steps: int, *, micro_batch_rows=ROWS, seed=0, width=WIDTH, *
 def make_trainer(folder, num_steps: int, *, console: Console | None = None, callbacks=(), **changes):
     arguments = {
         "device_type": "cpu",
+        "ranks": Ranks(rank=0, world_size=1, local_rank=0, per_machine=1),
         "precision": "32-true",
         "num_steps": num_steps,
         "validate_every": 10,

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from flashtrain import ranks
 from flashtrain.performance.flops import mfu
 from flashtrain.training.meter import SpeedMeter, peak_memory_gib
 from flashtrain.training.progress import Display, training_status, validation_status
@@ -61,15 +62,18 @@ class Reporter(Callback):
 
     def _report(self, trainer: Trainer, step: int, outputs: dict[str, Any]) -> None:
         speed = self._meter.lap(step) if step >= self._timed_from else None
-        measured = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
-        known = {name: value for name, value in outputs.items() if name not in measured}
+        metrics, of_this_rank = dict(outputs), {}
         if speed is not None:
-            known |= speed._asdict()
+            metrics["tokens_per_second"] = speed.tokens_per_second
+            of_this_rank["data_wait"] = speed.data_wait
             if self._peak_flops is not None:
                 for name, flops in self._flops_per_token.items():
-                    known[name] = mfu(speed.tokens_per_second, flops, self._peak_flops)
+                    metrics[name] = mfu(speed.tokens_per_second, flops, self._peak_flops)
         if (memory := peak_memory_gib()) is not None:
-            known["peak_memory_gib"] = memory
+            of_this_rank["peak_memory_gib"] = memory
+        metrics |= ranks.largest(of_this_rank, trainer.strategy.root_device)
+        measured = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
+        known = {name: value for name, value in metrics.items() if name not in measured}
         seconds_left = self._meter.seconds_for(self._num_steps - step)
         self._pending = _Report(step, _LateScalars(measured), known, seconds_left)
 
@@ -152,8 +156,10 @@ class StopOnSignal(Callback):
             pl_module.stop_requested = True
             self._restore()
 
-        # Lightning's handlers would raise at a SIGTERM, and give ours back when the run is over.
+        # Lightning's handlers would raise at a SIGTERM, and give ours back when the run is over; of several ranks, each
+        # would wait for its device in every step to ask for one.
         trainer._signal_connector.register_signal_handlers = lambda: None
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
         self._previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -5,16 +5,19 @@ host: what it measures stays in tensors on the device, and a NaN or Inf is stopp
 and loss functions are given; how steps are reported and saved is the callbacks' business.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from flashtrain import ranks
 from flashtrain.errors import UserError
 from flashtrain.model.head import IGNORED
 from flashtrain.training.checkpoint import check_same_model
@@ -29,9 +32,9 @@ NllFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 class TrainingModule(LightningModule):
     """Trains `model`: tokens (B, S) int64 and documents -> hidden states (B, S, C), with a `head_weight` (V, C).
 
-    A batch is {"inputs": (R, S) int64, "labels": (R, S) int64}, the R rows of a whole step; a label of -100 is
-    not scored. It may have "documents", (R, S) int32, for the model; without, that gets None. Rows go through the
-    model `micro_batch_rows` at a time, to the same result as all at once.
+    A batch is {"inputs": (R, S) int64, "labels": (R, S) int64}, the R rows of a whole step that are this rank's; a
+    label of -100 is not scored. It may have "documents", (R, S) int32, for the model; without, that gets None. Rows go
+    through the model `micro_batch_rows` at a time, to the same result as all at once on one rank.
 
     Args:
         sum_nll: (hidden (N, C), weight (V, C), targets (N)) -> sum of -log p of the scored targets, fp32.
@@ -56,7 +59,8 @@ class TrainingModule(LightningModule):
         self.model = model
         self.register_buffer("bytes_per_token", bytes_per_token, persistent=False)
         self.stop_requested = False
-        """Set to end training after the step under way; the steps that are left can be resumed."""
+        """Set to end training after the step under way, or with several ranks after the next; the steps that are left
+        can be resumed."""
         self.validation_metrics: dict[str, float] = {}
         """`val/loss` (nats per target) and `val/bits_per_byte` of the last validation."""
         self._sum_nll = sum_nll
@@ -66,37 +70,49 @@ class TrainingModule(LightningModule):
         self._num_steps = num_steps
         self._micro_batch_rows = micro_batch_rows
         self._fault: FaultFlag
+        self._shared_stop: ranks.SharedStop
         self._loss: Tensor
         self._grad_norm: Tensor
         self._validation_sums: Tensor
+
+    @property
+    def stops(self) -> bool:
+        """Whether training ends before the next step."""
+        return self._shared_stop.agreed(self.stop_requested)
 
     def configure_optimizers(self) -> Optimizer:
         return build_optimizer(self.model, self._optimizer_options)
 
     def on_train_start(self) -> None:
         self._fault = FaultFlag(self.device)
+        self._shared_stop = ranks.SharedStop(self.device)
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> int | None:
-        return -1 if self.stop_requested else None  # Lightning's word for: end the epoch here
+        if self.stops:
+            return -1  # Lightning's word for: end the epoch here
+        self._shared_stop.tell(self.stop_requested)
+        return None
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
         """Take one optimizer step; return loss and gradient norm, on the device, and learning rates."""
         optimizer = self.optimizers()
-        num_targets = (batch["labels"] != IGNORED).sum()
+        num_targets = ranks.averaged((batch["labels"] != IGNORED).sum())  # as gradients are, so that a sum is left
         losses = []
-        for rows in zip(*(tensor.split(self._micro_batch_rows) for tensor in batch.values()), strict=True):
+        micro_batches = list(zip(*(tensor.split(self._micro_batch_rows) for tensor in batch.values()), strict=True))
+        for number, rows in enumerate(micro_batches, 1):
             micro_batch = dict(zip(batch, rows, strict=True))
             loss = self._sum_nll(*self._head_arguments(micro_batch)) / num_targets
-            with torch.autocast(self.device.type, enabled=False):  # backward takes the forward's dtypes
+            averaged = self._gradients_averaged(number == len(micro_batches))
+            with averaged, torch.autocast(self.device.type, enabled=False):  # backward takes the forward's dtypes
                 self.manual_backward(loss)
             losses.append(loss.detach())
-        self._loss = torch.stack(losses).sum()
+        self._loss = ranks.averaged(torch.stack(losses).sum())
 
         factor = learning_rate_factor(self.global_step, self._num_steps, self._schedule)
         for group in optimizer.param_groups:
             group["lr"] = factor * group["initial_lr"]
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=self.trainer.world_size == 1)  # otherwise they are views of DDP's buckets
         self._fault.watch(self.global_step)
         peaks = self._optimizer_options.learning_rates()
         learning_rates = {name: factor * peak for name, peak in peaks.items()}
@@ -125,6 +141,9 @@ class TrainingModule(LightningModule):
     def on_train_end(self) -> None:
         self.finish_step()
 
+    def on_validation_model_zero_grad(self) -> None:
+        """Nothing: a step leaves no gradients."""
+
     def on_validation_epoch_start(self) -> None:
         self._validation_sums = torch.zeros(4, dtype=torch.float64, device=self.device)
 
@@ -137,7 +156,7 @@ class TrainingModule(LightningModule):
         self._validation_sums += torch.stack(sums)
 
     def on_validation_epoch_end(self) -> None:
-        nll, num_targets, nll_of_bytes, num_bytes = self._validation_sums.tolist()
+        nll, num_targets, nll_of_bytes, num_bytes = ranks.summed(self._validation_sums).tolist()
         self.validation_metrics = {
             "val/loss": nll / num_targets,
             "val/bits_per_byte": nll_of_bytes / (math.log(2) * num_bytes),
@@ -163,6 +182,12 @@ class TrainingModule(LightningModule):
             )
         checkpoint["loops"]["fit_loop"] = fit_loop_state(self.trainer, step, self._num_steps)
         self.trainer.datamodule.start_step = step
+
+    def _gradients_averaged(self, now: bool) -> contextlib.AbstractContextManager[None]:
+        """A backward after which gradients are those of all ranks, or, not `now`, those of this one as yet."""
+        strategy = self.trainer.strategy
+        several = isinstance(strategy, ParallelStrategy)
+        return strategy.block_backward_sync() if several and not now else contextlib.nullcontext()
 
     def _head_arguments(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         hidden = self.model(batch["inputs"], batch.get("documents"))

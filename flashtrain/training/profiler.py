@@ -52,7 +52,7 @@ class TraceSteps(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         step = trainer.global_step + 1
-        if pl_module.stop_requested or not self._first <= step <= self._last:
+        if pl_module.stops or not self._first <= step <= self._last:
             return
         self._meter.restart()
         if self._profiler is None:

@@ -5,20 +5,24 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
+from lightning.fabric.strategies.launchers import subprocess_script as process_observer
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
+from flashtrain.ranks import Ranks
 from flashtrain.training.callbacks import Reporter, StopOnSignal
 from flashtrain.training.checkpoint import AtomicCheckpointIO, Checkpoints
 from flashtrain.training.meter import SpeedMeter
 from flashtrain.training.profiler import DataWait, TraceSteps
 from flashtrain.training.progress import choose_display
+from flashtrain.training.replicas import Replicas
 
 
 def build_trainer(
     *,
     device_type: str,
+    ranks: Ranks,
     precision: str,
     num_steps: int,
     validate_every: int,
@@ -36,17 +40,20 @@ def build_trainer(
     """Return a trainer for a `TrainingModule` of `num_steps` steps and a data module that gives whole steps.
 
     Args:
-        device_type: "cpu", or "cuda" for one GPU.
+        device_type: "cpu", or "cuda" for a GPU on each rank.
         precision: "32-true" or "bf16-mixed", as Lightning calls them.
         validate_every, checkpoint_every, log_every: in optimizer steps; the last step always has all three.
         keep_last: how many checkpoints with names by step are kept beside the last and the best.
-        flops_per_token: name of an MFU in the logs -> its count of FLOPs; used where `peak_flops` is known.
+        flops_per_token: name of an MFU in the logs -> its count of FLOPs; used where `peak_flops`, of all ranks
+            together, is known.
         trace: profiles steps; None for no profile.
     """
     _silence()
     return Trainer(
         accelerator=device_type,
-        devices=1,
+        devices=ranks.per_machine,
+        num_nodes=ranks.machines,
+        strategy="auto" if ranks.world_size == 1 else Replicas(device_type),
         precision=precision,
         max_epochs=1,
         check_val_every_n_epoch=None,
@@ -77,10 +84,13 @@ def build_trainer(
 
 def _silence() -> None:
     """Turn off Lightning's advice that does not apply here."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for package in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(package).setLevel(logging.WARNING)
+    logging.getLogger(process_observer.__name__).setLevel(logging.INFO)  # tells of a rank that was killed
     for message in (
         "You're resuming from a checkpoint that ended before the epoch ended",  # the data starts at its step
         "The '.*_dataloader' does not have many workers",
         r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+        "`broadcast_buffers` is deprecated",  # by what torch 2.11 does not have
     ):
         warnings.filterwarnings("ignore", message=message)

@@ -1,0 +1,172 @@
+"""The ranks of a run, its processes, one a device: which of them this one is, what they tell one another, how they end.
+
+Lightning starts the others from the first, or torchrun starts them all; each runs the same command. In one process
+that nobody started so, rank 0 of one, everything here does nothing.
+"""
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flashtrain.errors import UserError
+
+SECONDS_FOR_THE_FIRST = 10.0
+"""For how long other ranks leave it to the first to come to the mistake that they have found, and to end them."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int
+    world_size: int
+    local_rank: int
+    """The rank among those of this machine, and the index of its GPU."""
+    per_machine: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one that prints, logs and writes."""
+        return self.rank == 0
+
+    @property
+    def machines(self) -> int:
+        return self.world_size // self.per_machine
+
+
+def resolve(devices: int | None, device_type: str) -> Ranks:
+    """The ranks for `devices` of each machine; None: as many as torchrun has started, or one.
+
+    Of several on CUDA each has its GPU as the current one from here on. Raises UserError where torchrun has started
+    another number, or there are not so many GPUs.
+    """
+    by_torchrun = dist.is_torchelastic_launched()
+    started = int(os.environ["LOCAL_WORLD_SIZE"]) if by_torchrun else None
+    if devices is not None and started not in (None, devices):
+        raise UserError(
+            f"trainer.devices is {devices} and torchrun has started {started} processes on this machine; leave "
+            f"trainer.devices out, or say torchrun --nproc-per-node={devices}"
+        )
+    per_machine = started or devices or 1
+    if device_type == "cuda" and per_machine > torch.cuda.device_count():
+        raise UserError(
+            f"{per_machine} processes want a GPU each and PyTorch sees {torch.cuda.device_count()} here; "
+            f"say {'torchrun --nproc-per-node' if by_torchrun else 'trainer.devices'}={torch.cuda.device_count()}"
+        )
+    world_size = int(os.environ["WORLD_SIZE"]) if by_torchrun else per_machine
+    ranks = Ranks(rank(), world_size, int(os.environ.get("LOCAL_RANK", 0)), per_machine)
+    if device_type == "cuda" and world_size > 1:
+        torch.cuda.set_device(ranks.local_rank)
+    return ranks
+
+
+def rank() -> int:
+    """The rank of this process, by what torchrun or Lightning has left in its environment; 0 for one alone."""
+    return int(os.environ.get("RANK" if dist.is_torchelastic_launched() else "LOCAL_RANK", 0))
+
+
+# What they tell one another
+
+
+def summed(tensor: Tensor) -> Tensor:
+    """Return the sum over all ranks of a tensor on the run's device. No host waits for it on a GPU."""
+    if not dist.is_initialized():
+        return tensor
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def averaged(tensor: Tensor) -> Tensor:
+    """Return the mean over all ranks, as `summed` does."""
+    return summed(tensor) / dist.get_world_size() if dist.is_initialized() else tensor
+
+
+def largest(values: Mapping[str, float], device: torch.device) -> Mapping[str, float | Tensor]:
+    """Return the largest that any rank has of each value, fp64 scalars on the device; of one process the values."""
+    if not values or not dist.is_initialized():
+        return values
+    tensor = torch.stack([torch.full((), value, dtype=torch.float64, device=device) for value in values.values()])
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return dict(zip(values, tensor, strict=True))
+
+
+class SharedStop:
+    """Whether any rank is asked to stop, which all know before the same step, the second after; no step waits for it.
+
+    A process alone knows at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._device = device
+        self._on_host = torch.zeros((), pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None
+
+    def tell(self, asked: bool) -> None:
+        """Before a step, tell the others whether this rank is asked to stop."""
+        if not dist.is_initialized():
+            return
+        flag = torch.full((), float(asked), device=self._device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        self._on_host.copy_(flag, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def agreed(self, asked: bool) -> bool:
+        """Return what ranks told before the last step; where there is one, whether it is `asked`."""
+        if not dist.is_initialized():
+            return asked
+        if self._copied is not None:
+            self._copied.synchronize()
+        return bool(self._on_host.item())
+
+
+# How they end
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """What ranks do together; behind it each is alone, and Lightning's marks are gone, for a sweep's next job."""
+    before = dict(os.environ)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        if name not in before:
+            os.environ.pop(name, None)
+
+
+def fails_first() -> bool:
+    """Whether this rank is the one to say why the run ends; the same answer each time.
+
+    A mistake that all make alike is told by one of them, and what then fails in others for want of it by none.
+    Before ranks know one another that is rank 0; another waits for it to speak, and to be ended with it.
+    """
+    if not dist.is_initialized():
+        if rank() > 0:
+            time.sleep(SECONDS_FOR_THE_FIRST)
+        return True
+    me = str(rank())
+    try:
+        return dist.distributed_c10d._get_default_store().compare_set("failed", "", me).decode() == me
+    except RuntimeError:  # the store went with the rank that held it
+        return False
+
+
+def fail(message: str | None) -> None:
+    """End this one of several ranks with the message, None for the exception's trace, unless another says why.
+
+    What Python does at exit is left out: it may wait for others that wait for this rank. A process alone returns.
+    """
+    if not dist.is_initialized() and rank() == 0:
+        return
+    if fails_first():
+        print(traceback.format_exc() if message is None else message, file=sys.stderr, flush=True)
+    os._exit(1)
