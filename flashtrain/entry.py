@@ -21,6 +21,7 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -45,8 +46,11 @@ def main(verb: Callable[[Any], None], root: schema.Root = schema.RUN) -> None:
     root.register()
 
     def task(composed: DictConfig) -> None:
+        overrides = list(HydraConfig.get().overrides.task)
+        if HydraConfig.get().mode is RunMode.MULTIRUN:
+            sys.argv[1:] = overrides  # those of this job: what its other ranks are started with
         with mistakes_end_in_one_sentence(root):
-            verb(root.settle(composed, list(HydraConfig.get().overrides.task)))
+            verb(root.settle(composed, overrides))
 
     with mistakes_end_in_one_sentence(root):
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=root.name)(task)()

@@ -50,8 +50,8 @@ def resolve(devices: int | None, device_type: str) -> Ranks:
     started = int(os.environ["LOCAL_WORLD_SIZE"]) if by_torchrun else None
     if devices is not None and started not in (None, devices):
         raise UserError(
-            f"trainer.devices is {devices} and torchrun has started {started} processes on this machine; leave "
-            f"trainer.devices out, or say torchrun --nproc-per-node={devices}"
+            f"trainer.devices is {devices} and torchrun has started {started} processes on this machine; say "
+            f"trainer.devices=null to take these, or torchrun --nproc-per-node={devices}"
         )
     per_machine = started or devices or 1
     if device_type == "cuda" and per_machine > torch.cuda.device_count():
@@ -64,6 +64,12 @@ def resolve(devices: int | None, device_type: str) -> Ranks:
     if device_type == "cuda" and world_size > 1:
         torch.cuda.set_device(ranks.local_rank)
     return ranks
+
+
+def refuse_several() -> None:
+    """Raise UserError where torchrun has started several processes of a command that is for one."""
+    if dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1:
+        raise UserError("this command is for one process; start it with python, not with torchrun")
 
 
 def rank() -> int:
@@ -169,4 +175,5 @@ def fail(message: str | None) -> None:
         return
     if fails_first():
         print(traceback.format_exc() if message is None else message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
     os._exit(1)

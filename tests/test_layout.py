@@ -30,7 +30,7 @@ ALLOWED = {
     "device": set(),
     "ranks": set(),
     "config": {"runs", "device", "model", "training", "evaluation"},
-    "assembly": {"config", "runs", "device", DOOR, *NOUNS},
+    "assembly": {"config", "ranks", "runs", "device", DOOR, *NOUNS},
     "entry": {"config", "ranks", DOOR},
     "check": {"config", "runs", "device", "entry", "accuracy", DOOR},
     "explain": {"config", "runs", "device", "entry", "performance", DOOR},

@@ -1,0 +1,155 @@
+"""Ranks for tests: processes with what torchrun gives them and its way to end them, but without the time to import."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from commands import run_command
+from lightning.pytorch import Callback
+from tiny_training import ROWS, Steps, make_module, make_trainer
+from torch.distributed import TCPStore
+
+from flashtrain import ranks
+from flashtrain.errors import UserError
+from flashtrain.training.callbacks import Reporter
+from flashtrain.training.module import TrainingModule
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["several"])
+SECONDS = 60
+
+
+class Ended(NamedTuple):
+    """How a rank did."""
+
+    result: Any
+    """What the function returned; None where the process ended otherwise."""
+    exitcode: int
+    said: str
+    """On stdout and stderr."""
+
+
+def on_ranks(world_size: int, folder: Path, function: Callable, *arguments: object, **options: object) -> list[Ended]:
+    """Call the function on each rank, in `folder`; where one fails the others get a SIGTERM."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # Python 3.11 forgets it where modules are preloaded
+        forkserver.ensure_running()
+    with tempfile.TemporaryDirectory() as aside:
+        files = [(Path(aside, f"said-{rank}"), Path(aside, f"result-{rank}")) for rank in range(world_size)]
+        processes = []
+        for rank, (said, result) in enumerate(files):
+            environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            task = (environment, folder, said, result, function, arguments, options)
+            processes.append(PROCESSES.Process(target=_run, args=task))
+            processes[-1].start()
+        _await(processes)
+        return [
+            Ended(pickle.loads(result.read_bytes()) if result.exists() else None, process.exitcode, said.read_text())
+            for process, (said, result) in zip(processes, files, strict=True)
+        ]
+
+
+def _await(processes: list) -> None:
+    while running := [process for process in processes if process.is_alive()]:
+        if not wait([process.sentinel for process in running], SECONDS):
+            for process in running:
+                process.kill()
+            pytest.fail("a rank hangs")
+        if any(process.exitcode for process in processes):
+            for process in running:
+                process.terminate()
+
+
+def _run(environment, folder, said, result, function, arguments, options) -> None:
+    os.environ.update(environment)
+    os.chdir(folder)
+    with said.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    try:
+        result.write_bytes(pickle.dumps(function(*arguments, **options)))
+    except SystemExit as end:
+        print(end.code, file=sys.stderr)
+        sys.exit(1)
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def train(*words, at_step=None, on_rank=None, happens=None):
+    """Run the command with these words; return the inputs of each step. On one rank something `happens` when a step
+    is taken; None: on each."""
+    seen, take_step, told = {}, TrainingModule.training_step, Reporter.on_train_batch_end
+
+    def note(self, trainer, pl_module, outputs, batch, *rest):
+        seen[trainer.global_step] = batch["inputs"].numpy()
+        told(self, trainer, pl_module, outputs, batch, *rest)
+
+    def take_or_fail(self, batch, batch_idx):
+        if self.global_step + 1 == at_step and on_rank in (None, ranks.rank()):
+            happens(batch)
+        return take_step(self, batch, batch_idx)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reporter, "on_train_batch_end", note)
+        patch.setattr(TrainingModule, "training_step", take_or_fail)
+        run_command("python train.py", *words)
+    return seen
+
+
+def terminated(batch) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def killed(batch) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def without_targets(batch) -> None:
+    batch["labels"][:] = -100
+
+
+def cannot_read(batch) -> None:
+    raise UserError(f"rank {ranks.rank()} cannot read its data; mend it")
+
+
+def exchanges(micro_batch_rows: int) -> int:
+    """How many collectives two training steps take, each of `ROWS` rows in micro-batches; the first, which also makes
+    buckets, is left out."""
+
+    class Count(Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == 1:
+                self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+                self.profile.start()
+
+    count = Count()
+    mine = ranks.resolve(None, "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(Path(folder), 3, ranks=mine, validate_every=3, checkpoint_every=3, callbacks=[count])
+        share = slice(mine.rank * ROWS // mine.world_size, (mine.rank + 1) * ROWS // mine.world_size)
+        data = Steps(3, lambda step, batch: {name: rows[share] for name, rows in batch.items()})
+        trainer.fit(make_module(3, micro_batch_rows=micro_batch_rows), datamodule=data)
+    count.profile.stop()
+    return sum(event.name == "gloo:all_reduce" for event in count.profile.events())
