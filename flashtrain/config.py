@@ -92,8 +92,8 @@ class TrainerConfig:
     device: str
     """auto (CUDA where there is one), cpu or cuda."""
     devices: int | None
-    """In training, the processes of this machine, each with a GPU or all on the CPU; they share the rows of a step. null:
-    as many as torchrun has started, or one."""
+    """In training, the processes of this machine, each with a GPU or all on the CPU, which share the rows of a step;
+    null: as many as torchrun has started, or one."""
     precision: str
     """auto (bf16 on CUDA, fp32 on CPU), fp32, or bf16: autocast over fp32 weights."""
     compile: bool | None
