@@ -284,7 +284,7 @@ def _result(module: TrainingModule, meter: SpeedMeter) -> dict[str, float]:
     if speed := meter.average():
         result["tokens_per_second"] = speed
     if (memory := peak_memory_gib()) is not None:
-        (result["peak_memory_gib"],) = map(float, ranks.largest({"memory": memory}, torch.device("cuda")).values())
+        result["peak_memory_gib"] = float(ranks.largest({"memory": memory}, torch.device("cuda"))["memory"])
     return result
 
 

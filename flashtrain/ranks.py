@@ -1,7 +1,7 @@
 """The ranks of a run, its processes, one a device: which of them this one is, what they tell one another, how they end.
 
-Lightning starts the others from the first, or torchrun starts them all; each runs the same command. In one process
-that nobody started so, rank 0 of one, everything here does nothing.
+Lightning starts the others from the first, or torchrun starts them all; each runs the same command. A process alone
+is rank 0 of one, and tells nothing and waits for nothing.
 """
 
 import contextlib
@@ -104,9 +104,9 @@ def largest(values: Mapping[str, float], device: torch.device) -> Mapping[str, f
 
 
 class SharedStop:
-    """Whether any rank is asked to stop, which all know before the same step, the second after; no step waits for it.
+    """Whether any rank is asked to stop; all know it before the same step, and no step waits for it.
 
-    A process alone knows at once.
+    That is one step later than a process alone would stop, which knows at once.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -134,9 +134,8 @@ def cannot_read(batch) -> None:
     raise UserError(f"rank {ranks.rank()} cannot read its data; mend it")
 
 
-def exchanges(micro_batch_rows: int) -> int:
-    """How many collectives two training steps take, each of `ROWS` rows in micro-batches; the first, which also makes
-    buckets, is left out."""
+def exchanges(micro_batch_rows: int) -> tuple[int, int]:
+    """How many reductions the last two of three steps of `ROWS` rows take, and in how many places gradients are then."""
 
     class Count(Callback):
         def on_train_batch_start(self, trainer, *_):
@@ -147,9 +146,11 @@ def exchanges(micro_batch_rows: int) -> int:
     count = Count()
     mine = ranks.resolve(None, "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(Path(folder), 3, ranks=mine, validate_every=3, checkpoint_every=3, callbacks=[count])
+        trainer = make_trainer(Path(folder), 3, ranks=mine, validate_every=2, callbacks=[count])
         share = slice(mine.rank * ROWS // mine.world_size, (mine.rank + 1) * ROWS // mine.world_size)
         data = Steps(3, lambda step, batch: {name: rows[share] for name, rows in batch.items()})
-        trainer.fit(make_module(3, micro_batch_rows=micro_batch_rows), datamodule=data)
+        module = make_module(3, micro_batch_rows=micro_batch_rows)
+        trainer.fit(module, datamodule=data)
     count.profile.stop()
-    return sum(event.name == "gloo:all_reduce" for event in count.profile.events())
+    reductions = sum(event.name == "gloo:all_reduce" for event in count.profile.events())
+    return reductions, len({parameter.grad.untyped_storage().data_ptr() for parameter in module.parameters()})

@@ -23,7 +23,8 @@ class Reporter(Callback):
 
     No step waits for that: what a step returns in tensors sets out for the host when the step is queued, and is read
     when the next one is, or before a validation, a checkpoint and the end. Between reports nothing is read from the
-    device. `flops_per_token` maps the name of an MFU to its count.
+    device. `flops_per_token` maps the name of an MFU to its count. Every rank has one: of memory and of waiting, which
+    each measures for itself, the largest is told.
     """
 
     def __init__(

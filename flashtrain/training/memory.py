@@ -65,7 +65,7 @@ class MicroBatch:
     activation_checkpointing: str
     head_chunk_tokens: int
     accumulated: bool
-    """Whether the step has others."""
+    """Whether gradients are there before it: the step has others, or DDP keeps them in its buckets."""
 
     @property
     def tokens(self) -> int:
