@@ -6,6 +6,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -76,6 +77,7 @@ def _await(processes: list) -> None:
                 process.kill()
             pytest.fail("a rank hangs")
         if any(process.exitcode for process in processes):
+            time.sleep(0.1)  # torchrun looks as often
             for process in running:
                 process.terminate()
 
@@ -97,9 +99,9 @@ def _run(environment, folder, said, result, function, arguments, options) -> Non
         sys.exit(1)
 
 
-def train(*words, at_step=None, on_rank=None, happens=None):
+def train(*words, at_step=None, on_rank=None, happens=None, never_waits=False):
     """Run the command with these words; return the inputs of each step. On one rank something `happens` when a step
-    is taken; None: on each."""
+    is taken; None: on each. With `never_waits` a step fails that waits for its GPU."""
     seen, take_step, told = {}, TrainingModule.training_step, Reporter.on_train_batch_end
 
     def note(self, trainer, pl_module, outputs, batch, *rest):
@@ -109,7 +111,12 @@ def train(*words, at_step=None, on_rank=None, happens=None):
     def take_or_fail(self, batch, batch_idx):
         if self.global_step + 1 == at_step and on_rank in (None, ranks.rank()):
             happens(batch)
-        return take_step(self, batch, batch_idx)
+        if never_waits:
+            torch.cuda.set_sync_debug_mode("error")
+        outputs = take_step(self, batch, batch_idx)
+        if never_waits:
+            torch.cuda.set_sync_debug_mode("default")
+        return outputs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Reporter, "on_train_batch_end", note)
@@ -135,7 +142,7 @@ def cannot_read(batch) -> None:
 
 
 def exchanges(micro_batch_rows: int) -> tuple[int, int]:
-    """How many reductions the last two of three steps of `ROWS` rows take, and in how many places gradients are then."""
+    """How many reductions the last two of three steps of `ROWS` rows take, and in how many places gradients lie."""
 
     class Count(Callback):
         def on_train_batch_start(self, trainer, *_):

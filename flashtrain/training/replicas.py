@@ -42,6 +42,7 @@ class Replicas(DDPStrategy):
 
         Raises UserError where it fails for want of another.
         """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # with which torchrun ends ranks while this one says why
         if not ranks.fails_first():
             time.sleep(SECONDS_TO_SPEAK)
         self.launcher.kill(signal.SIGKILL)

@@ -1,14 +1,18 @@
 """What a step keeps and takes is what was predicted from shapes: counted on a CPU, and as measured on a GPU."""
 
+import contextlib
 import json
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from commands import SMALL, run_command
 from live_memory import LiveMemory
 from presets import preset
 from tiny_training import ADAMW, MUON
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from flashtrain.kernels.attention import attention
 from flashtrain.model.checkpointing import MODES
@@ -22,6 +26,7 @@ from flashtrain.training.memory import (
     weight_copies,
 )
 from flashtrain.training.optim import build_optimizer
+from flashtrain.training.replicas import Replicas
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "vocab_size": 100}
 FAMILIES = {
@@ -105,6 +110,43 @@ def test_a_step_takes_what_was_predicted_at_its_fullest(length, chunk, moment, o
         if mode == "none":
             assert moment in predicted.moment
         assert predicted.total == pytest.approx(memory.peak + predicted.weights, rel=0.12), mode
+
+
+class Loss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        hidden = self.model(tokens).flatten(0, 1)
+        return summed_cross_entropy(hidden, self.model.head_weight, tokens.flatten(), 100, 64)
+
+
+@pytest.fixture
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated")
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_ddp_takes_what_was_predicted(micro_batches, process_group):
+    """Within 5 %; the fourth step, since DDP makes its buckets anew in the second."""
+    model = make_model(preset("gpt2", **SIZES | {"num_layers": 6}), "none", "sdpa_flash")
+    tokens = torch.randint(100, (2, 512))
+    with LiveMemory() as memory:
+        replica = DistributedDataParallel(Loss(model), **Replicas("cpu")._ddp_kwargs)
+        steps = build_optimizer(model, ADAMW)
+        for _ in range(4):
+            memory.peak = 0
+            for number in range(1, micro_batches + 1):
+                with replica.no_sync() if number < micro_batches else contextlib.nullcontext():
+                    replica(tokens).backward()
+            steps.step()
+            steps.zero_grad(set_to_none=False)
+    predicted = predict_peak(model, ADAMW, micro_batch("none", length=512, accumulated=True))
+    assert predicted.total == pytest.approx(memory.peak + predicted.weights, rel=0.05)
 
 
 @pytest.mark.parametrize("length", [2048, 8192, 32_768])

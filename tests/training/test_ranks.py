@@ -184,7 +184,7 @@ def test_lightning_and_torchrun_start_the_same_run(home, one):
     processes = {}
     for name, words in starts.items():
         (home / name).mkdir()
-        command = [sys.executable, *words, *SETTINGS, f"data.path={home / 'notes'}", f"data.cache_dir={home / name}"]
+        command = [sys.executable, *words, *SETTINGS, f"data.path={home / 'notes'}", "eval.lengths=[100000]"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         processes[name] = subprocess.Popen(
             command, cwd=home / name, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -195,6 +195,20 @@ def test_lightning_and_torchrun_start_the_same_run(home, one):
         assert said.count("validation loss: ") == said.count("2 ranks; 12 steps") == 1, said
         [folder] = (home / name / "runs").iterdir()
         assert_same_run(home / "one", folder)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_take_the_steps_of_one_and_no_step_waits(home):
+    words = [*SETTINGS, "trainer.device=cuda", "trainer.precision=fp32", "trainer.micro_batch_tokens=128"]
+    for world_size in (1, 2):
+        ended = on_ranks(world_size, home, train, *words, f"output=on-{world_size}-gpus", never_waits=True)
+        assert [rank.exitcode for rank in ended] == [0] * world_size, ended
+    logs = [rows(home / f"on-{world_size}-gpus/logs/train.csv") for world_size in (1, 2)]
+    for step, row in logs[0].items():
+        assert logs[1][step]["loss"] == pytest.approx(row["loss"], rel=1e-3)
+    memory = [json.loads((home / f"on-{size}-gpus/result.json").read_text())["peak_memory_gib"] for size in (1, 2)]
+    assert memory[1] > 0 and memory[0] > 0
 
 
 def test_gradients_are_exchanged_once_a_step_and_kept_once(home):
