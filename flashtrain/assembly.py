@@ -62,7 +62,7 @@ def assemble(config: Config, *, trains: bool) -> Assembly:
 def assemble_run(config: Config) -> tuple[Assembly, int]:
     """Make what the finished run `config.run` used, with its weights, and the step these are from."""
     refuse_all_but(("run", "checkpoint"), config)
-    ranks.refuse_several()
+    ranks.refuse_torchrun("a command on a finished run", "python -m ..., which takes one process")
     if config.run is None:
         raise UserError("which run is meant? Say run=DIR, a folder that train.py made")
     assembly = assemble(config, trains=False)

@@ -47,9 +47,10 @@ def main(verb: Callable[[Any], None], root: schema.Root = schema.RUN) -> None:
 
     def task(composed: DictConfig) -> None:
         overrides = list(HydraConfig.get().overrides.task)
-        if HydraConfig.get().mode is RunMode.MULTIRUN:
-            sys.argv[1:] = overrides  # those of this job: what its other ranks are started with
         with mistakes_end_in_one_sentence(root):
+            if HydraConfig.get().mode is RunMode.MULTIRUN:
+                ranks.refuse_torchrun("a sweep", "python train.py --multirun ... trainer.devices=N")
+                sys.argv[1:] = overrides  # those of this job: what its other ranks are started with
             verb(root.settle(composed, overrides))
 
     with mistakes_end_in_one_sentence(root):

@@ -66,10 +66,10 @@ def resolve(devices: int | None, device_type: str) -> Ranks:
     return ranks
 
 
-def refuse_several() -> None:
-    """Raise UserError where torchrun has started several processes of a command that is for one."""
+def refuse_torchrun(what: str, instead: str) -> None:
+    """Raise UserError where torchrun has started several processes for what is not for it."""
     if dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1:
-        raise UserError("this command is for one process; start it with python, not with torchrun")
+        raise UserError(f"{what} cannot be started with torchrun; say {instead}")
 
 
 def rank() -> int:

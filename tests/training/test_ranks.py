@@ -178,6 +178,12 @@ def test_a_mistake_is_said_once(home, one, overrides, sentence):
     assert all(rank.exitcode for rank in ended) and set(home.iterdir()) == before
 
 
+def test_a_sweep_is_not_for_torchrun(home):
+    first, other = on_ranks(2, home, train, *SETTINGS, "seed=1,2", "--multirun")
+    assert "error: a sweep cannot be started with torchrun; say python train.py --multirun" in first.said
+    assert first.exitcode and not other.said
+
+
 def test_lightning_and_torchrun_start_the_same_run(home, one):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", str(ROOT / "train.py")]
     starts = {"lightning": [str(ROOT / "train.py"), "trainer.devices=2"], "torchrun": torchrun}
