@@ -63,7 +63,7 @@ def mistakes_end_in_one_sentence(root: schema.Root) -> Iterator[None]:
         yield
     except SystemExit as end:
         if end.code:
-            ranks.fail("interrupted")
+            ranks.fail("interrupted")  # of several ranks, by a second Ctrl-C
         raise
     except BaseException as failure:
         sentence = _sentence(failure, root)

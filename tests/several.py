@@ -137,6 +137,10 @@ def without_targets(batch) -> None:
     batch["labels"][:] = -100
 
 
+def half_without_targets(batch) -> None:
+    batch["labels"][len(batch["labels"]) // 2 :] = -100
+
+
 def cannot_read(batch) -> None:
     raise UserError(f"rank {ranks.rank()} cannot read its data; mend it")
 

@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 import torch
 from commands import SMALL
-from several import cannot_read, exchanges, killed, on_ranks, terminated, train, without_targets
+from several import (
+    cannot_read,
+    exchanges,
+    half_without_targets,
+    killed,
+    on_ranks,
+    terminated,
+    train,
+    without_targets,
+)
 from tiny_training import ROWS
 
 from flashtrain.training.checkpoint import read_checkpoint
@@ -83,6 +92,14 @@ def test_ranks_take_the_steps_of_one_process(home, one, world_size):
     assert parts.keys() == one.keys()
     assert all(np.array_equal(parts[step], inputs) for step, inputs in one.items())
     assert_same_run(home / "one", home / output)
+
+
+def test_a_rank_without_a_target_counts_for_nothing(home):
+    few = ["train.steps=3", "train.validate_every=3"]
+    on_ranks(1, home, train, *SETTINGS, *few, "output=half", at_step=1, happens=half_without_targets)
+    fault = {"at_step": 1, "on_rank": 1, "happens": without_targets}
+    on_ranks(2, home, train, *SETTINGS, *few, "output=other", **fault)
+    assert_same_run(home / "half", home / "other")
 
 
 def test_one_two_and_one_process_resume_one_run(home, one):
@@ -213,8 +230,6 @@ def test_two_gpus_take_the_steps_of_one_and_no_step_waits(home):
     logs = [rows(home / f"on-{world_size}-gpus/logs/train.csv") for world_size in (1, 2)]
     for step, row in logs[0].items():
         assert logs[1][step]["loss"] == pytest.approx(row["loss"], rel=1e-3)
-    memory = [json.loads((home / f"on-{size}-gpus/result.json").read_text())["peak_memory_gib"] for size in (1, 2)]
-    assert memory[1] > 0 and memory[0] > 0
 
 
 def test_gradients_are_exchanged_once_a_step_and_kept_once(home):
