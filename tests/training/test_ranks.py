@@ -213,7 +213,7 @@ def test_lightning_and_torchrun_start_the_same_run(home, one):
             command, cwd=home / name, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
     for name, process in processes.items():
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=300)
         assert process.returncode == 0, said
         assert said.count("validation loss: ") == said.count("2 ranks; 12 steps") == 1, said
         [folder] = (home / name / "runs").iterdir()
