@@ -13,7 +13,7 @@ REGISTER = re.compile(r"\b(U?R)(\d+)\b")
 PREDICATE = re.compile(r"!?U?P[T\d]")
 # Operations whose first register is an operand, beside those that begin with these.
 WITHOUT_RESULT = (
-    *("ST", "BAR", "SYNCS", "UTMA", "RED", "BRA", "BRX", "EXIT", "WARP", "NANOSLEEP", "MEMBAR", "FENCE"),
+    *("ST", "BAR", "SYNCS", "UTMA", "RED.", "BRA", "BRX", "EXIT", "WARP", "NANOSLEEP", "MEMBAR", "FENCE"),
     *("BSYNC", "BSSY", "USETMAXREG", "CCTL", "ERRBAR", "DEPBAR", "BREAK", "YIELD", "NOP", "UBLK", "ELECT"),
 )
 UNIFORM = 256
@@ -104,7 +104,7 @@ def _place_of_result(operation: str, operands: list[str]) -> int | None:
 
 
 def _width(operation: str) -> int:
-    if ".128" in operation:
+    if ".128" in operation or ".M88.4" in operation:
         return 4
     is_pair = re.search(r"\.64\b|WIDE", operation) or (operation.startswith("CS2R") and ".32" not in operation)
     return 2 if is_pair else 1

@@ -13,6 +13,9 @@ MAX_DENSE_MASK_KEYS = 8192
 # GPUs with about 100 KiB of shared memory for a block of threads, where others have 160 or more.
 _LITTLE_SHARED_MEMORY = (86, 87, 89, 120, 121)
 
+# The largest head dimensions that share flash_hopper's launch records.
+FLASH_HOPPER_HEAD_DIMS = (64, 128)
+
 _HALF = (torch.float16, torch.bfloat16)
 _SINGLE = (*_HALF, torch.float32)
 _DOUBLE = (*_SINGLE, torch.float64)
@@ -44,7 +47,7 @@ def flash_hopper(spec: AttentionSpec) -> str | None:
         or _compiled(spec)
         or _sm_alone(spec, 90)
         or _dtype(spec, _HALF)
-        or _head_dims(spec, multiple=8, least=16, most=128)
+        or _head_dims(spec, multiple=8, least=16, most=FLASH_HOPPER_HEAD_DIMS[-1])
     )
 
 

@@ -145,7 +145,8 @@ def _flash_hopper_forward(q, k, v, mask, scale, softcap):
 def _flash_hopper_backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, needs_dq, needs_dkdv):
     from .flash_hopper.backward import backward
 
-    # dQ is added up in no fixed order; flash_v2's backward has the same bits every run, and takes the same tensors.
+    # dQ is added up in no fixed order, so where the same bits are asked for, and not only a warning, flash_v2's
+    # backward runs, which takes the same tensors.
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return _flash_v2_backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, needs_dq, needs_dkdv)
     return backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, needs_dq, needs_dkdv)

@@ -31,19 +31,25 @@ class Unsupported(ValueError):
 class Variant:
     """What it is, in words, for the table of what each supports; `unsupported(spec)` is why not, or None;
     `attend(q, k, v, intervals, scale, softcap)` is (out, lse or None); `attend_alone`, where there is one, is
-    (out, None) for less, and called where nobody asks for the lse; `wrong(head_dim)`, where there is one, tries the
-    variant on the GPU here: None, or what keeps "auto" from it, as the end of a sentence that begins with its name."""
+    (out, None) for less, and called where nobody asks for the lse; `wrong(spec)`, where there is one, tries the variant
+    on the GPU here: None, or what keeps "auto" from it, as the end of a sentence that begins with its name."""
 
     description: str
     unsupported: Callable[[AttentionSpec], str | None]
     attend: Attend
     attend_alone: Attend | None = None
-    wrong: Callable[[int], str | None] | None = None
+    wrong: Callable[[AttentionSpec], str | None] | None = None
+
+
+def _flash_hopper_wrong(spec: AttentionSpec) -> str | None:
+    head_dim = max(spec.head_dim, spec.v_head_dim)
+    # Compared, not computed with: a traced head dimension may be symbolic, and what a constant is asked for may not.
+    return _trial_of_flash_hopper(next(limit for limit in limits.FLASH_HOPPER_HEAD_DIMS if head_dim <= limit))
 
 
 # A constant for the graph: torch.compile traces none of the trial, whose verdict does not change.
 @torch.compiler.assume_constant_result
-def _flash_hopper_wrong(head_dim: int) -> str | None:
+def _trial_of_flash_hopper(head_dim: int) -> str | None:
     from .flash_hopper.toolchain import wrong
 
     return wrong(head_dim)
@@ -114,7 +120,7 @@ def choose(spec: AttentionSpec) -> tuple[str, str]:
 
 def _found_wrong(name: str, spec: AttentionSpec) -> str | None:
     wrong = VARIANTS[name].wrong
-    return None if wrong is None else wrong(max(spec.head_dim, spec.v_head_dim))
+    return None if wrong is None else wrong(spec)
 
 
 # flex is never tried: what it serves flash_v2 serves too, without compiling for seconds at each new shape.
@@ -123,13 +129,14 @@ def _fastest_first(spec: AttentionSpec) -> tuple[str, ...]:
         return ("sdpa_flash", "sdpa_math", "standard")
     if spec.dtype.itemsize > 2:
         return ("sdpa_efficient", "flash_v2", "sdpa_math", "standard")
-    others = ("sdpa_flash", "sdpa_efficient", "sdpa_math", "standard")
     if spec.sm is None or spec.sm < 90:
-        return ("flash_v2", "sdpa_flash", "sdpa_cudnn", *others[1:])
-    # H200, packed documents of 1 to 2,047 tokens, forward and backward: flash_hopper has 0.93 of flash_v2's speed at
-    # head dimension 64, whose tiles they fill badly, and 1.11 at 128.
-    are_tiles_too_coarse = spec.intervals.bounds is not None and max(spec.head_dim, spec.v_head_dim) <= 64
-    return ("flash_v2", *others) if are_tiles_too_coarse else ("flash_hopper", "sdpa_cudnn", "flash_v2", *others)
+        return ("flash_v2", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "standard")
+    # H200, packed documents of 1 to 2,047 tokens in 32k, forward and backward: flash_hopper has 0.93 of flash_v2's
+    # speed at head dimension 64, whose tiles they fill badly, and 1.11 at 128; a mask that comes as bounds is taken for
+    # such. Its softcap was not measured.
+    if spec.intervals.bounds is not None and max(spec.head_dim, spec.v_head_dim) <= 64:
+        return ("flash_v2", "sdpa_efficient", "sdpa_math", "standard")
+    return ("flash_hopper", "sdpa_cudnn", "flash_v2", "sdpa_flash", "sdpa_efficient", "sdpa_math", "standard")
 
 
 def resolve(variant: str, spec: AttentionSpec) -> str:

@@ -120,7 +120,7 @@ def assembled(ptx: str, target: str) -> tuple[str, str]:
 
 def report_on(kernel, target: str) -> dict[str, int | list]:
     """What a compiled kernel needs and holds: bytes, numbers of instructions in its assembly, the registers that its
-    warps ask for, ptxas's codes where it makes a WGMMA wait (C7510 to C7518), and reads of registers left unset."""
+    warps ask for, ptxas's codes on WGMMA, C751x, most of which make one wait, and reads of registers left unset."""
     report = {"shared": kernel.metadata.shared, "allowed": SHARED_MEMORY[target]}
     if "amdgcn" in kernel.asm:
         assembly = kernel.asm["amdgcn"]

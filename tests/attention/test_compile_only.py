@@ -86,11 +86,9 @@ FLASH_HOPPER_BACKWARD = {
 }
 
 # Bytes that a thread may keep in memory for want of registers, by what triton 3.7.1 and 3.6.0 make of it.
-# sm_90 has none but these: the fastest tiles all the same on an H200, or those of a like problem: full with odd
-# lengths has the tiles of even ones, softcap those of none. Head dimension 256: 324 TFLOP/s against 229. Grouped heads
-# 128: 530 against 466.
+# sm_90 has none but these: the fastest tiles all the same on an H200, or those of a like problem: softcap has the tiles
+# of none. Head dimension 256: 324 TFLOP/s against 229. Grouped heads 128: 530 against 466.
 SPILLS_ON_SM_90 = {
-    ("full, odd lengths", FORWARD): 112,
     ("softcap 64", DKDV): 516,
     ("softcap 64", DQ): 8,
     ("softcap 128", DKDV): 92,

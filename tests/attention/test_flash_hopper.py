@@ -12,10 +12,12 @@ import pytest
 import torch
 from flash_kernels import on_hopper
 from tolerance import make_qkv
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashtrain.kernels.attention import Intervals, ops
 from flashtrain.kernels.attention.flash_hopper import toolchain
 from flashtrain.kernels.attention.flash_hopper.toolchain import CASES, KV_HEADS, Case, exact_problem, mistakes
+from flashtrain.kernels.attention.limits import FLASH_HOPPER_HEAD_DIMS
 from flashtrain.kernels.attention.standard import standard
 
 CAUSAL, FULL = Intervals.causal(), Intervals.full()
@@ -69,9 +71,9 @@ def test_the_trial_needs_a_gpu_that_the_kernel_runs_on(monkeypatch):
 
 
 def test_the_trial_is_made_once_and_not_in_a_capture(monkeypatch):
-    verdicts, capturing = iter(["computes wrong numbers"]), [True]
+    verdicts, capturing = {64: ["computes wrong numbers"], 128: [None]}, [True]
     monkeypatch.setattr(toolchain, "_verdicts", {})
-    monkeypatch.setattr(toolchain, "_verdict", lambda device, head_dim: next(verdicts))
+    monkeypatch.setattr(toolchain, "_verdict", lambda device, head_dim: verdicts[head_dim].pop())
     for name, answer in {
         "is_available": lambda: True,
         "get_device_capability": lambda: (9, 0),
@@ -82,19 +84,28 @@ def test_the_trial_is_made_once_and_not_in_a_capture(monkeypatch):
     assert "while a CUDA graph is captured" in toolchain.wrong(64)
     capturing[0] = False
     assert toolchain.wrong(64) == "computes wrong numbers"
+    assert toolchain.wrong(128) is None
     capturing[0] = True
-    assert toolchain.wrong(64) == "computes wrong numbers"
+    assert toolchain.wrong(64) == "computes wrong numbers" and toolchain.wrong(128) is None
 
 
 def test_a_wrong_toolchain_is_named(monkeypatch):
-    monkeypatch.setattr(toolchain, "mistakes", lambda case, dtype, device: torch.tensor(3))
+    tried = []
+    monkeypatch.setattr(toolchain, "mistakes", lambda case, *_: tried.append(case) or torch.tensor(3))
     verdict = toolchain._verdict(torch.device("cpu"), 64)
+    assert tried == [case for case in CASES if case.head_dim == 64] and len(tried) == len(CASES) // 2
     assert verdict.startswith("computes wrong numbers with this toolchain (triton 3.")
     assert "TRITON_PTXAS_PATH" in verdict
 
 
+def test_a_trial_is_of_real_tensors_whatever_mode_asks(monkeypatch):
+    monkeypatch.setattr(toolchain, "mistakes", lambda *_: torch.zeros((), dtype=torch.int64))
+    with FakeTensorMode():
+        assert toolchain._verdict(torch.device("cpu"), 64) is None
+
+
 @hopper
-@pytest.mark.parametrize("head_dim", [64, 72])
+@pytest.mark.parametrize("head_dim", FLASH_HOPPER_HEAD_DIMS)
 def test_this_toolchain_is_right(head_dim):
     assert toolchain.wrong(head_dim) is None
 

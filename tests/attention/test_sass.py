@@ -35,6 +35,8 @@ READS = [
     ("LDG.E.128 R4, desc[URZ][RZ.64]", "FFMA R0, R5, R6, R7", []),
     ("LDG.E.64 R4, desc[URZ][RZ.64]", "STG.E desc[URZ][R4.64], R6", ["STG.E desc[URZ][R4.64], R6"]),
     ("IMAD.WIDE R4, RZ, RZ, RZ", "BAR.ARV R6, 0x120", ["BAR.ARV R6, 0x120"]),
+    ("LDSM.16.M88.4 R4, [UR4]", "FADD R0, R4, R7", ["LDSM.16.M88.4 R4, [UR4]"]),
+    ("REDUX.SUM UR4, RZ", "UMOV UR5, UR4", []),
     ("SHFL.BFLY PT, R4, RZ, 0x1, 0x1f", "LOP3.LUT P0, R0, R4, 0x1, RZ, 0xc0, !PT", []),
     ("ULDC.128 UR4, c[0x0][0x10]", PRODUCT, []),
     ("ULDC.64 UR6, c[0x0][0x10]", PRODUCT, [PRODUCT]),

@@ -20,6 +20,7 @@ from flashtrain.kernels.attention import (
     require,
     resolve,
     supporting,
+    variants,
 )
 from flashtrain.kernels.attention.variants import VARIANTS
 
@@ -231,7 +232,7 @@ def test_auto_says_what_it_passed_over():
 
 
 def test_auto_passes_over_what_is_found_wrong(monkeypatch):
-    found = replace(VARIANTS["flash_hopper"], wrong=lambda head_dim: "computes wrong numbers here")
+    found = replace(VARIANTS["flash_hopper"], wrong=lambda spec: "computes wrong numbers here")
     monkeypatch.setitem(VARIANTS, "flash_hopper", found)
     name, reason = choose(H200)
     assert name == "sdpa_cudnn" and reason.endswith("; flash_hopper computes wrong numbers here")
@@ -239,22 +240,30 @@ def test_auto_passes_over_what_is_found_wrong(monkeypatch):
 
 
 def test_auto_tries_only_what_it_would_take(monkeypatch):
-    tried = replace(VARIANTS["flash_hopper"], wrong=lambda head_dim: pytest.fail("tried"))
+    tried = replace(VARIANTS["flash_hopper"], wrong=lambda spec: pytest.fail("tried"))
     monkeypatch.setitem(VARIANTS, "flash_hopper", tried)
     assert choose(BLACKWELL)[0] == "sdpa_cudnn"
     assert choose(replace(H200, dtype=torch.float64))[0] == "sdpa_math"
 
 
-def test_a_trial_is_no_part_of_a_compiled_call(monkeypatch):
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static first", "dynamic"])
+def test_a_trial_is_no_part_of_a_compiled_call(dynamic, monkeypatch):
+    tried = []
+
     @torch.compiler.assume_constant_result
-    def wrong(head_dim):
+    def trial(head_dim):
+        tried.append(head_dim)
         return None if torch.arange(3).sum().item() == 3 else "counts wrong"
 
     torch._dynamo.reset()
-    monkeypatch.setitem(VARIANTS, "sdpa_flash", replace(VARIANTS["sdpa_flash"], wrong=wrong))
-    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    inputs = make_qkv(1, 4, 4, 2, 2, 16)
-    torch.testing.assert_close(compiled(*inputs, Intervals.causal()), attention(*inputs, Intervals.causal()))
+    monkeypatch.setattr(variants, "_trial_of_flash_hopper", trial)
+    found = replace(VARIANTS["sdpa_flash"], wrong=VARIANTS["flash_hopper"].wrong)
+    monkeypatch.setitem(VARIANTS, "sdpa_flash", found)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for head_dim in (16, 32, 72, 128):
+        inputs = make_qkv(1, 4, 4, 2, 2, head_dim)
+        torch.testing.assert_close(compiled(*inputs, Intervals.causal()), attention(*inputs, Intervals.causal()))
+    assert set(tried) == {64, 128}
 
 
 def test_auto_refuses_what_no_variant_serves():

@@ -296,7 +296,7 @@ def test_dram_moves_what_the_model_of_standard_says():
     found, remarks = counted([problem])
     if not found:
         pytest.skip("; ".join(remarks))
-    launch = Launch(tiles("sm_90", 128, torch.bfloat16, True), sram_elements=2**15)
+    launch = Launch(tiles("sm_90", 128, torch.bfloat16), sram_elements=2**15)
     shape = Shape(1, 4096, 4096, 16, 16, 128)
     model = total_bytes(predict("standard", "forward", shape, Intervals.full(), torch.bfloat16, launch).transfers)
     assert found[0].dram == pytest.approx(model, rel=0.15)

@@ -274,7 +274,8 @@ class Plan(NamedTuple):
 
 
 # Never forgotten, because a captured CUDA graph may hold a table's address. Four bytes a tile: 17 KB at 32k tokens and
-# 16 heads, 1 MB at 1M and 32, which the host deals out in 20 ms and in a second.
+# 16 heads, 1 MB at 1M and 32, which the host deals out in 20 ms and in a second. Lengths that change with every call
+# pay for that each time.
 @functools.cache
 def _plan(
     intervals: Intervals, batch: int, q_len: int, kv_len: int, num_q_heads: int, num_kv_heads: int, head_dim: int,

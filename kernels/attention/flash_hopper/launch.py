@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..intervals import Intervals
+from ..limits import FLASH_HOPPER_HEAD_DIMS
 from ..views import padded_head_dim, shape_and_strides_BHSD
 
 # Queries of a tile that one warpgroup computes.
@@ -39,27 +40,22 @@ class Launch:
         return self.CONSUMERS * ROWS.value
 
 
+TWO_WARPGROUPS = Launch(128, 2, NAMED=True, PING_PONG=True, REGISTERS=(232, 40), maxnreg=168)
+THREE_WARPGROUPS = Launch(128, 3, NAMED=True, PING_PONG=True, REGISTERS=(160, 160, 32), maxnreg=128)
+
 # largest head dimension of a row -> how to launch
-FORWARD = {
-    64: Launch(128, 3, NAMED=True, PING_PONG=True, REGISTERS=(160, 160, 32), maxnreg=128),
-    128: Launch(128, 2, NAMED=True, PING_PONG=True, REGISTERS=(232, 40), maxnreg=168),
-}
+FORWARD = dict(zip(FLASH_HOPPER_HEAD_DIMS, (THREE_WARPGROUPS, TWO_WARPGROUPS), strict=True))
 
 # As above, where a mask leaves few keys to a query, for which 192 rows are a tile too coarse: H200, causal, 2k, 9 %
 # faster; at 8k 6 % slower.
-FEW_KEYS = {64: Launch(128, 2, NAMED=True, PING_PONG=True, REGISTERS=(232, 40), maxnreg=168)}
+FEW_KEYS = {64: TWO_WARPGROUPS}
 MOST_OF_FEW = 2048
-
-
-def limit_of(head_dim: int) -> int:
-    """The largest head dimension that shares its launch records."""
-    return next(limit for limit in FORWARD if head_dim <= limit)
 
 
 def launch_of(head_dim: int, intervals: Intervals | None, q_len: int, kv_len: int) -> Launch:
     """The launch record of a forward, head_dim being the larger one, at most 128; None is a mask that comes as bounds,
     which are documents as a rule, and short."""
-    limit = limit_of(head_dim)
+    limit = next(limit for limit in FORWARD if head_dim <= limit)
     few_keys = intervals is None or _most_keys(intervals.at(q_len, kv_len), kv_len) <= MOST_OF_FEW
     return FEW_KEYS.get(limit, FORWARD[limit]) if few_keys else FORWARD[limit]
 
@@ -75,7 +71,9 @@ def _most_keys(intervals: Intervals, kv_len: int) -> float:
 class BackwardLaunch:
     """How to launch the backward, under the kernel's argument names; two warpgroups compute, 64 keys each.
 
-    BLOCK_M is 64 or 128 queries. SLOTS are those of the rings of Q and dO. The others are as for the forward.
+    BLOCK_M queries are a block, BLOCK_M times the columns 64 * 128: the warpgroups halve its dQ by rows where it has
+    128, else by columns, since less than 64 of 16 bits are no whole tile under the swizzle. SLOTS are those of the
+    rings of Q and dO. The others are as for the forward.
     """
 
     BLOCK_M: int
@@ -85,7 +83,7 @@ class BackwardLaunch:
     maxnreg: int
 
 
-# head dimension of Q, padded -> how to launch
+# columns of Q's and V's blocks, the more of them -> how to launch
 BACKWARD = {
     64: BackwardLaunch(128, 2, NAMED=True, REGISTERS=(240, 24), maxnreg=168),
     128: BackwardLaunch(64, 2, NAMED=True, REGISTERS=(240, 24), maxnreg=168),

@@ -72,8 +72,8 @@ def table(
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"attention: flash_hopper meets {q_len} queries and {kv_len} keys in {heads} heads for the first time "
-            "while a CUDA graph is captured; call it once with these lengths before"
+            f"attention: flash_hopper meets this shape and mask, {q_len} queries and {kv_len} keys in {heads} heads, "
+            "for the first time while a CUDA graph is captured; make the same call once before"
         )
     costs = tile_costs(intervals, q_len, kv_len, BLOCK_M, BLOCK_N)
     are_alike = len(set(costs)) == 1

@@ -1,4 +1,4 @@
-"""Whether the kernel comes out right of this toolchain: a trial of milliseconds, once compiled, that guards "auto".
+"""Whether the forward comes out right of this toolchain: a trial of milliseconds, once compiled, that guards "auto".
 
 A ptxas before CUDA 13.3 may overwrite registers that an asynchronous WGMMA still reads P from
 (triton-lang/triton#11781), and nothing but the numbers shows it. So they are compared where they are known to the
@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..intervals import Intervals
-from .launch import limit_of
+from ..limits import FLASH_HOPPER_HEAD_DIMS
 
 SCALE = math.log(2)
 
@@ -35,34 +36,37 @@ class Case(NamedTuple):
 CASES = tuple(
     Case(head_dim, intervals, *lengths)
     for head_dim, intervals, lengths in itertools.product(
-        (64, 128), (Intervals.causal(), Intervals.full()), ((512, 512), (2304, 2304), (336, 1000))
+        FLASH_HOPPER_HEAD_DIMS, (Intervals.causal(), Intervals.full()), ((512, 512), (2304, 2304), (336, 1000))
     )
 )
 
-# device, largest head dimension of the launch record -> what came out there
+# device, head dimension -> what came out there
 _verdicts: dict[tuple[int, int], str | None] = {}
 
 
 def wrong(head_dim: int) -> str | None:
     """Why "auto" must not take flash_hopper in this process, as the end of a sentence that begins with its name.
 
-    Tries it on the current device when first asked there for such a head dimension, the larger one: some twenty seconds
-    where its kernels are not compiled yet. None where all is right, and on a device that it does not run on.
+    Tries it on the current device when first asked there about one of FLASH_HOPPER_HEAD_DIMS: some twenty seconds where
+    its kernels are not compiled yet. None where all is right, and on a device that it does not run on.
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return None
     device = torch.cuda.current_device()
-    tried = device, limit_of(head_dim)
+    tried = device, head_dim
     if tried not in _verdicts:
         if torch.cuda.is_current_stream_capturing():
             return "cannot be tried with this toolchain while a CUDA graph is captured; call it once before"
-        _verdicts[tried] = _verdict(torch.device("cuda", device), tried[1])
+        _verdicts[tried] = _verdict(torch.device("cuda", device), head_dim)
     return _verdicts[tried]
 
 
 def _verdict(device: torch.device, head_dim: int) -> str | None:
-    if sum(mistakes(case, torch.bfloat16, device) for case in CASES if case.head_dim == head_dim) == 0:
-        return None
+    # On real tensors, whatever mode asks: a call that is exported sees none.
+    with _disable_current_modes():
+        wrong_numbers = sum(mistakes(case, torch.bfloat16, device) for case in CASES if case.head_dim == head_dim)
+        if wrong_numbers == 0:
+            return None
     import triton
 
     ptxas = triton.knobs.nvidia.ptxas
