@@ -26,6 +26,7 @@ from flashtrain.model.attention import causal_window
 from flashtrain.model.gpt import GPT
 from flashtrain.model.head import token_nll
 from flashtrain.model.options import ModelOptions
+from flashtrain.model.rope_options import RopeOptions
 from flashtrain.training.checkpoint import load_weights
 
 
@@ -157,15 +158,18 @@ def build_model(options: ModelOptions, variant: str, device: Device, activation_
     return model
 
 
-def scorer(model: GPT, device: Device, chunk_size: int) -> NllFunction:
-    """What an evaluation asks for: (B, L) inputs and targets -> their negative log-likelihoods in nats."""
+def scorer(model: GPT, device: Device, chunk_size: int, rope: RopeOptions | None = None) -> NllFunction:
+    """What an evaluation asks for: (B, L) inputs and targets -> their negative log-likelihoods in nats.
+
+    `rope`: as `GPT.forward` takes it.
+    """
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # every length and last batch would be compiled anew
     def nll(inputs_BL: Tensor, targets_BL: Tensor) -> Tensor:
         targets_BL = targets_BL.to(device.type)
         with device.autocast():
-            hidden = model(inputs_BL.to(device.type)).flatten(0, 1)
+            hidden = model(inputs_BL.to(device.type), rope=rope).flatten(0, 1)
             vocab_size = model.options.vocab_size
             rows = token_nll(hidden, model.head_weight, targets_BL.flatten(), vocab_size, chunk_size)
         return rows.view_as(targets_BL)

@@ -24,6 +24,7 @@ from flashtrain.errors import UserError
 from flashtrain.evaluation.options import EvalOptions
 from flashtrain.model.checkpointing import MODES
 from flashtrain.model.options import ModelOptions
+from flashtrain.model.rope_options import TYPES, RopeOptions
 from flashtrain.training.optim import OPTIMIZERS, OptimizerOptions
 from flashtrain.training.schedule import SCHEDULES, ScheduleOptions
 
@@ -112,6 +113,12 @@ class TrainerConfig:
 
 
 @dataclass
+class EvalConfig(EvalOptions):
+    rope: RopeOptions
+    """Rotary positions in place of the model's, for the evaluation alone; a type of null is the model's."""
+
+
+@dataclass
 class GenerateConfig:
     prompt: str
     num_tokens: int
@@ -138,7 +145,7 @@ class Config:
     schedule: ScheduleOptions
     trainer: TrainerConfig
     train: TrainConfig
-    eval: EvalOptions
+    eval: EvalConfig
     generate: GenerateConfig
     logger: LoggerConfig
     seed: int
@@ -363,6 +370,7 @@ def contradictions(config: Config) -> list[str]:
         *config.optimizer.validate(),
         *config.schedule.validate(),
         *config.eval.validate(config.model.position_limit),
+        *_evaluated_rope(config),
         *_generation(config.generate),
         *_invocation(config),
     ]
@@ -429,6 +437,19 @@ def _profile(profile_steps: list[int] | None, steps: int) -> list[str]:
         f"trainer.profile_steps is {profile_steps}; give the first and the last step to profile, as in "
         f"trainer.profile_steps=[{max(steps - 2, 1)},{steps}], counted from 1 and none beyond train.steps={steps}"
     ]
+
+
+def _evaluated_rope(config: Config) -> list[str]:
+    model, rope = config.model, config.eval.rope
+    if rope == RopeOptions():
+        return []
+    if rope.type is None:
+        return [f"eval.rope has values and no type; say eval.rope.type=..., one of {', '.join(TYPES)}"]
+    if model.positions != "rope":
+        return [f"eval.rope.type={rope.type} is of rotary positions and the model has learned ones; leave it out"]
+    if model.validate():
+        return []
+    return rope.in_place_of(model.rope, config.train.sequence_length).validate("eval.rope", model.resolve().head_dim)
 
 
 def _generation(generate: GenerateConfig) -> list[str]:

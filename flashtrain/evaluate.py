@@ -18,6 +18,8 @@ from flashtrain.evaluation.options import EvalOptions
 from flashtrain.evaluation.perplexity import Conditions, PerplexityCurves, perplexity_curves
 from flashtrain.evaluation.report import terminal_report, write_reports
 from flashtrain.evaluation.windows import reached_lengths
+from flashtrain.model.options import ModelOptions
+from flashtrain.model.rope_options import RopeOptions
 
 
 def run(config: Config) -> None:
@@ -41,10 +43,20 @@ def unscorable(corpus: Corpus, options: EvalOptions) -> str | None:
     return None
 
 
+def evaluated_rope(model: ModelOptions, config: Config) -> RopeOptions | None:
+    """What the evaluation turns heads by: the model's own, or what `eval.rope` puts in its place; None: nothing."""
+    if model.positions != "rope":
+        return None
+    return config.eval.rope.in_place_of(model.rope, config.train.sequence_length).resolve()
+
+
 def measure(made: Assembly, corpus: Corpus, config: Config, step: int, console: Console) -> PerplexityCurves:
     """The curves of the model in `made`, shown on the console."""
+    rope = evaluated_rope(made.model.options, config)
+    if rope and rope != made.model.options.rope:
+        console.print(f"{rope.describe()} in place of {made.model.options.rope.describe()}", highlight=False)
     curves = perplexity_curves(
-        scorer(made.model, made.device, config.trainer.head_chunk_tokens),
+        scorer(made.model, made.device, config.trainer.head_chunk_tokens, rope),
         corpus.validation,
         bytes_per_token=made.tokenizer.bytes_per_token,
         options=config.eval,
@@ -52,6 +64,7 @@ def measure(made: Assembly, corpus: Corpus, config: Config, step: int, console: 
             model=config.model.name,
             step=step,
             training_length=config.train.sequence_length,
+            positions=rope.describe() if rope else "learned positions",
             attention=made.variant,
             dtype=str(made.device.dtype).removeprefix("torch."),
             device=made.device.type,
@@ -61,6 +74,7 @@ def measure(made: Assembly, corpus: Corpus, config: Config, step: int, console: 
             tokenizer_fingerprint=made.tokenizer.fingerprint,
             prefix_id=made.tokenizer.prefix_id,
         ),
+        follows_length=rope is not None and rope.follows_length,
         console=console,
     )
     console.print(terminal_report(curves))

@@ -5,7 +5,7 @@ batches or documents are never averaged, except where the name says macro.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -52,19 +52,19 @@ def summarize(table: TargetTable) -> Score:
     )
 
 
-def ppl_at_length(openings: TargetTable, lengths: Sequence[int]) -> dict[int, Score]:
+def ppl_at_length(openings: Mapping[int, TargetTable]) -> dict[int, Score]:
     """Score the first L tokens (targets at positions 1 to L - 1) of the same documents, for every L.
 
-    openings: the targets of the first max(lengths) tokens of each document, from one forward pass. What it
-    says of a shorter length holds where no prediction depends on how many tokens follow: for a causal model
-    with learned or static rotary positions, not where the rotary frequencies follow the input's length.
+    openings: for each L a table of the first L tokens, or more, of each document. One table, of one forward pass,
+    may serve all L where no prediction depends on how many tokens follow: for a causal model with learned or static
+    rotary positions, not where the rotary frequencies follow the input's length.
     """
-    return {length: summarize(openings.where(openings.position < length)) for length in lengths}
+    return {length: summarize(_first(table, length)) for length, table in openings.items()}
 
 
-def ppl_at_length_macro(openings: TargetTable, lengths: Sequence[int]) -> dict[int, float]:
+def ppl_at_length_macro(openings: Mapping[int, TargetTable]) -> dict[int, float]:
     """Unweighted mean of the documents' perplexities at L; YaRN's published curves are of this kind."""
-    return {length: _mean_document_ppl(openings.where(openings.position < length)) for length in lengths}
+    return {length: _mean_document_ppl(_first(table, length)) for length, table in openings.items()}
 
 
 def loss_by_position(table: TargetTable) -> dict[tuple[int, int], Score]:
@@ -77,6 +77,10 @@ def loss_by_position(table: TargetTable) -> dict[tuple[int, int], Score]:
         (start, stop): summarize(table.where((start <= table.position) & (table.position < stop)))
         for start, stop in pairwise(edges)
     }
+
+
+def _first(table: TargetTable, length: int) -> TargetTable:
+    return table.where(table.position < length)
 
 
 def _mean_document_ppl(table: TargetTable) -> float:

@@ -1,7 +1,8 @@
 """The perplexity curves of one model on one corpus: choose windows, score them, reduce, say what was done.
 
-One forward over the first tokens of the documents gives perplexity at every length and loss by position;
-perplexity against context scores the same targets once per context length.
+One forward over the first tokens of the documents gives perplexity at every length and loss by position, or one
+for each length where predictions depend on how many tokens follow; perplexity against context scores the same
+targets once per context length.
 """
 
 from collections.abc import Iterable
@@ -37,6 +38,7 @@ class Conditions:
     model: str
     step: int
     training_length: int
+    positions: str
     attention: str
     dtype: str
     device: str
@@ -89,6 +91,7 @@ def perplexity_curves(
     bytes_per_token: np.ndarray,
     options: EvalOptions,
     conditions: Conditions,
+    follows_length: bool,
     console: Console,
 ) -> PerplexityCurves:
     """Score the validation documents and return every curve; a progress bar runs on `console` meanwhile.
@@ -96,19 +99,21 @@ def perplexity_curves(
     The model behind `nll` is in evaluation mode and good for the lengths (EvalOptions.validate). Documents
     shorter than the longest length that any reaches are left out at every length, so that all lengths are
     about the same documents. Raises UserError when no document has the shortest length.
+
+    follows_length: the first L tokens have a forward of their own for every L, as dynamic rotary scaling wants it;
+        loss by position is then of the longest.
     """
     document_tokens = np.diff(stream.offsets)
     lengths = reached_lengths(document_tokens, options.lengths)
     long_enough = documents_of(document_tokens, lengths[-1])
-    openings = opening_windows(
-        long_enough[evenly_spaced(len(long_enough), options.max_documents)], lengths[-1]
-    )
+    opened = long_enough[evenly_spaced(len(long_enough), options.max_documents)]
+    openings = {length: opening_windows(opened, length) for length in (lengths if follows_length else lengths[-1:])}
     all_anchors = anchors_every(document_tokens, lengths[-1])
     anchors = all_anchors.pick(options.max_anchors)
     in_context = [anchors.windows(length, options.targets_per_anchor) for length in lengths]
 
     with _progress(console) as progress:
-        task = progress.add_task("perplexity", total=_tokens([openings, *in_context]))
+        task = progress.add_task("perplexity", total=_tokens([*openings.values(), *in_context]))
 
         def score_windows(windows: Windows):
             return score(
@@ -120,17 +125,19 @@ def perplexity_curves(
                 advance=lambda tokens: progress.advance(task, tokens),
             )
 
-        opening_targets = score_windows(openings)
+        opening_targets = {length: score_windows(windows) for length, windows in openings.items()}
         vs_context = {windows.length: summarize(score_windows(windows)) for windows in in_context}
 
+    longest = opening_targets[lengths[-1]]
+    of_length = {length: opening_targets.get(length, longest) for length in lengths}
     return PerplexityCurves(
-        at_length=ppl_at_length(opening_targets, lengths),
-        at_length_macro=ppl_at_length_macro(opening_targets, lengths),
+        at_length=ppl_at_length(of_length),
+        at_length_macro=ppl_at_length_macro(of_length),
         vs_context=vs_context,
-        by_position=loss_by_position(opening_targets),
+        by_position=loss_by_position(longest),
         unreached=tuple(length for length in options.lengths if length not in lengths),
         coverage=Coverage(
-            documents=len(openings),
+            documents=len(opened),
             documents_long_enough=len(long_enough),
             documents_in_corpus=len(document_tokens),
             longest_document=int(document_tokens.max()),

@@ -123,6 +123,7 @@ def describe_conditions(curves: PerplexityCurves) -> str:
     given = curves.conditions
     return (
         f"{given.model} at step {given.step:,}, trained on {given.training_length:,} tokens in a row; "
+        f"{given.positions}; "
         f"{given.attention} attention, {given.dtype} on {given.device}; {given.corpus} corpus "
         f"{given.corpus_fingerprint[:8]}; {given.tokenizer} tokens, {given.prefix_id} in front of every document."
     )

@@ -16,7 +16,8 @@ from flashtrain.model.attention import Attention, AttentionLayer, causal_window
 from flashtrain.model.checkpointing import checkpointing
 from flashtrain.model.layers import activation_dtype, mlp, norm
 from flashtrain.model.options import ModelOptions
-from flashtrain.model.rope import rope_table
+from flashtrain.model.rope import inverse_frequencies, rope_table
+from flashtrain.model.rope_options import RopeOptions
 
 INIT_STD = 0.02
 
@@ -89,18 +90,21 @@ class GPT(nn.Module):
         tables = 1 if options.tie_embeddings else 2
         return sum(parameter.numel() for parameter in self.parameters()) - tables * padding
 
-    def forward(self, tokens_BS: Tensor, documents_BS: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens_BS: Tensor, documents_BS: Tensor | None = None, rope: RopeOptions | None = None
+    ) -> Tensor:
         """Return the hidden states (B, S, C) of int64 token ids (B, S), in autocast's dtype where it is on.
 
         documents: (B, S) int32, the document that each token is of, never decreasing along a row. Each is then
         computed as if it were alone: no token sees another document, and positions count from its first token.
+        rope: rotary options, resolved, in place of the model's; only for a model with rotary positions.
 
         Raises:
             UserError: the sequence is longer than the learned position table.
         """
         options, length = self.options, tokens_BS.shape[1]
         positions = _positions(tokens_BS, documents_BS)
-        x_BSC, rope = self.token_embedding(tokens_BS), None
+        x_BSC, table = self.token_embedding(tokens_BS), None
         if options.positions == "learned":
             if length > options.max_positions:
                 raise UserError(
@@ -109,11 +113,14 @@ class GPT(nn.Module):
                 )
             x_BSC = x_BSC + self.position_embedding(positions)
         else:
-            rope = rope_table(positions, options.head_dim, options.rope_theta)
+            rope = rope or options.rope
+            length = _lengths(tokens_BS, documents_BS) if rope.follows_length else length
+            frequencies = inverse_frequencies(rope, options.head_dim, length, tokens_BS.device)
+            table = rope_table(positions, frequencies, rope.attention_factor or 1.0)
         x_BSC = x_BSC.to(activation_dtype(x_BSC))
         intervals = {window: _intervals(window, documents_BS) for window in dict.fromkeys(options.windows)}
         for block, window in zip(self.blocks, options.windows, strict=True):
-            x_BSC = self._call_block(block, x_BSC, rope, intervals[window])
+            x_BSC = self._call_block(block, x_BSC, table, intervals[window])
         return self.final_norm(x_BSC)
 
 
@@ -124,6 +131,14 @@ def _positions(tokens_BS: Tensor, documents_BS: Tensor | None) -> Tensor:
         return positions_S
     documents_BS = documents_BS.contiguous()
     return positions_S - torch.searchsorted(documents_BS, documents_BS)
+
+
+def _lengths(tokens_BS: Tensor, documents_BS: Tensor | None) -> int | Tensor:
+    """Return how many tokens stand in each row, or (B, S) in the part of a row that is of the token's document."""
+    if documents_BS is None:
+        return tokens_BS.shape[1]
+    documents_BS = documents_BS.contiguous()
+    return torch.searchsorted(documents_BS, documents_BS, right=True) - torch.searchsorted(documents_BS, documents_BS)
 
 
 def _intervals(window: int | None, documents_BS: Tensor | None) -> Intervals:

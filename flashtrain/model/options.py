@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
+from flashtrain.model.rope_options import RopeOptions
+
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rope")
 MLPS = ("gelu", "swiglu")
@@ -27,7 +29,7 @@ class ModelOptions:
     norm_eps: float
     positions: str
     max_positions: int | None  # rows of the learned table; with rope there is no table and no limit
-    rope_theta: float | None  # base of the rotary frequencies; with learned positions there are none
+    rope: RopeOptions  # of rotary positions; with learned ones there is none
     mlp: str
     mlp_hidden_size: int | None  # None: 4 x hidden_size (gelu), 8/3 x hidden_size rounded up to 64 (swiglu)
     bias: bool  # of linear layers and LayerNorm; RMSNorm and the head have none
@@ -57,7 +59,7 @@ class ModelOptions:
         sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "max_positions")
         problems += [
             f"model.{key}={value} must be above zero"
-            for key in (*sizes, "norm_eps", "rope_theta", "mlp_hidden_size", "attention_softcap", "vocab_size")
+            for key in (*sizes, "norm_eps", "mlp_hidden_size", "attention_softcap", "vocab_size")
             if (value := getattr(self, key)) is not None and not value > 0
         ]
         if self.windows == []:
@@ -80,14 +82,20 @@ class ModelOptions:
             )
         if self.positions == "learned" and self.max_positions is None:
             problems.append("model.positions=learned needs model.max_positions, the longest sequence")
-        if self.positions == "rope" and self.rope_theta is None:
-            problems.append("model.positions=rope needs model.rope_theta, 10000 in most models")
-        if self.positions == "rope" and (self.head_dim or self.hidden_size // self.num_heads) % 2:
-            problems.append("model.positions=rope needs an even head dimension; change model.head_dim")
+        if self.positions == "learned" and self.rope.type not in (None, "default"):
+            problems.append(
+                f"model.rope.type={self.rope.type} is of rotary positions and model.positions=learned; say "
+                "model.positions=rope or leave it out"
+            )
+        if self.positions == "rope":
+            head_dim = self.head_dim or self.hidden_size // self.num_heads
+            problems += self.rope.validate("model.rope", head_dim)
+            if head_dim % 2:
+                problems.append("model.positions=rope needs an even head dimension; change model.head_dim")
         return problems
 
     def resolve(self) -> "ModelOptions":
-        """Return the options with each None written out, and None for the key of the positions not chosen.
+        """Return the options with each None written out, and nothing in the keys of the positions not chosen.
 
         `windows` gets an entry for each layer, None where the layer sees all keys.
         """
@@ -100,7 +108,7 @@ class ModelOptions:
             num_kv_heads=self.num_kv_heads or self.num_heads,
             head_dim=self.head_dim or self.hidden_size // self.num_heads,
             max_positions=self.position_limit,
-            rope_theta=self.rope_theta if self.positions == "rope" else None,
+            rope=self.rope.resolve() if self.positions == "rope" else RopeOptions(),
             mlp_hidden_size=self.mlp_hidden_size or mlp_hidden_size,
             windows=list(islice(cycle(self.windows or [None]), self.num_layers)),
         )

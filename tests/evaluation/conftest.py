@@ -70,6 +70,7 @@ def conditions():
         model="nano",
         step=400,
         training_length=512,
+        positions="learned positions",
         attention="sdpa_flash",
         dtype="float32",
         device="cpu",

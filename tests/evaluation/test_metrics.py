@@ -51,14 +51,14 @@ def test_the_mean_is_over_targets_not_over_documents():
     table = table_of([1.0] * 99 + [5.0], document=[0] * 99 + [1])
     assert summarize(table).loss == pytest.approx(1.04)
     assert summarize(table).perplexity == pytest.approx(math.exp(1.04))
-    assert ppl_at_length_macro(table, [2]) == {2: pytest.approx((math.exp(1) + math.exp(5)) / 2)}
+    assert ppl_at_length_macro({2: table}) == {2: pytest.approx((math.exp(1) + math.exp(5)) / 2)}
 
 
 def test_shorter_lengths_from_one_forward_equal_a_forward_each(random_stream, byte_counts, recurrent_nll):
     stream = random_stream(300, 90, 256, 400)
     lengths = [2, 7, 64, 255, 256]
-    table = openings(recurrent_nll, stream, 256, byte_counts)
-    scores, macros = ppl_at_length(table, lengths), ppl_at_length_macro(table, lengths)
+    tables = dict.fromkeys(lengths, openings(recurrent_nll, stream, 256, byte_counts))
+    scores, macros = ppl_at_length(tables), ppl_at_length_macro(tables)
     for length in lengths:
         losses = []
         for document in (0, 2, 3):
@@ -116,7 +116,7 @@ def test_sums_are_in_double_precision():
 
 def test_perplexity_that_overflows_is_infinite():
     assert Score(nll_sum=1e6, targets=1, text_nll_sum=0, bytes=0, documents=1).perplexity == math.inf
-    assert ppl_at_length_macro(table_of([1e6, 1.0], document=[0, 1]), [2])[2] == math.inf
+    assert ppl_at_length_macro({2: table_of([1e6, 1.0], document=[0, 1])})[2] == math.inf
 
 
 def test_the_true_model_of_a_markov_source_has_its_entropy_rate(make_stream):

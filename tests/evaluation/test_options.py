@@ -47,6 +47,7 @@ def test_all_mistakes_are_named_at_once():
 @pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_choice_in_conf_is_complete_and_good(path):
     values = yaml.safe_load(path.read_text())
+    assert values.pop("rope") == {"type": None}, "that of the run"
     assert set(values) == {field.name for field in fields(EvalOptions)}
     assert EvalOptions(**values).resolve(32768, None).validate(max_positions=None) == []
 

@@ -18,13 +18,14 @@ OPTIONS = EvalOptions(
 
 @pytest.fixture
 def curves_of(byte_counts, conditions):
-    def build(nll, stream, **changes):
+    def build(nll, stream, follows_length=False, **changes):
         return perplexity_curves(
             nll,
             stream,
             bytes_per_token=byte_counts,
             options=replace(OPTIONS, **changes),
             conditions=conditions,
+            follows_length=follows_length,
             console=Console(file=io.StringIO()),
         )
 
@@ -145,6 +146,22 @@ def test_another_document_changes_nothing(random_stream, make_stream, curves_of,
 def test_beyond_training_begins_after_the_training_length(random_stream, curves_of, recurrent_nll):
     curves = curves_of(recurrent_nll, random_stream(200))
     assert [curves.beyond_training(length) for length in (511, 512, 513)] == [False, False, True]
+
+
+def test_where_predictions_follow_the_length_each_length_has_its_own_forward(random_stream, curves_of):
+    """A model whose loss is the number of tokens fed: perplexity at length L is exp(L), if L tokens were fed."""
+    stream = random_stream(300, 400)
+
+    def nll(inputs, targets):
+        return torch.full(inputs.shape, float(inputs.shape[1]))
+
+    apart, together = (curves_of(nll, stream, follows_length=follows) for follows in (True, False))
+    assert {length: score.loss for length, score in apart.at_length.items()} == {32: 32, 64: 64, 128: 128}
+    assert {length: score.loss for length, score in together.at_length.items()} == {32: 128, 64: 128, 128: 128}
+    assert apart.at_length_macro[64] == pytest.approx(math.exp(64))
+    assert {score.loss for score in apart.by_position.values()} == {128}
+    for length in OPTIONS.lengths:
+        assert apart.at_length[length].targets == together.at_length[length].targets == 2 * (length - 1)
 
 
 def test_a_long_document_is_fed_in_one_piece(random_stream, curves_of):

@@ -35,6 +35,7 @@ def curves_of(random_stream, byte_counts, conditions):
             bytes_per_token=byte_counts,
             options=OPTIONS,
             conditions=conditions,
+            follows_length=False,
             console=Console(file=io.StringIO()),
         )
 
@@ -118,7 +119,7 @@ def test_the_table_shows_figures_flags_and_what_was_scored(curves):
     assert "first 1,024 tokens of 2 documents, of 3 that long among 4" in text
     assert "64 tokens before each of 3 anchors, of 5" in text
     assert "evenly spaced" in text
-    assert "sdpa_flash attention, float32 on cpu" in text
+    assert "learned positions; sdpa_flash attention, float32 on cpu" in text.replace("\n", " ")
 
 
 def test_the_table_fits_eighty_columns(curves):

@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from flashtrain.kernels.attention import AttentionSpec, Intervals, attention, refusal
 from flashtrain.model.gpt import GPT
 from flashtrain.model.head import IGNORED, summed_cross_entropy
+from flashtrain.model.rope_options import RopeOptions
 
 VOCAB = 100
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": VOCAB, "windows": [8, None]}
@@ -117,6 +118,19 @@ def test_positions_restart_at_each_document(options):
         positions = torch.cat([torch.arange(length) for length in lengths])
         torch.testing.assert_close(packed[row], in_order[row, positions])
     assert (in_order[0, 0] - in_order[0, 20]).norm() > 0.01 * in_order[0, 0].norm()
+
+
+def test_dynamic_scaling_follows_the_length_of_each_document():
+    rope = RopeOptions("dynamic", 10000.0, factor=2.0, original_length=18)
+    model, plain = (make_model(preset("nano", **SMALL, **changes)) for changes in ({"rope": rope}, {}))
+    tokens = make_tokens()
+    packed = model(tokens, DOCUMENTS)
+    for row, lengths in enumerate(LENGTHS):
+        parts = zip(tokens[row].split(lengths), packed[row].split(lengths), strict=True)
+        for document, hidden in parts:
+            alone = model(document[None])[0]
+            torch.testing.assert_close(hidden, alone)
+            assert torch.equal(alone, plain(document[None])[0]) == (len(document) <= 18)
 
 
 def test_one_document_in_a_row_is_a_row_without_documents():

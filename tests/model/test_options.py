@@ -1,6 +1,8 @@
 import pytest
 from presets import NAMES, preset
 
+from flashtrain.model.rope_options import RopeOptions
+
 
 @pytest.mark.parametrize("name", NAMES)
 def test_presets_are_consistent(name):
@@ -37,8 +39,8 @@ def test_gpt2_takes_rope_by_one_key_and_the_unused_table_is_gone_from_the_resolv
     options = preset("gpt2", positions="rope")
     assert options.validate() == []
     assert options.resolve().max_positions is None
-    assert options.resolve().rope_theta == 10000.0
-    assert preset("gpt2").resolve().rope_theta is None
+    assert options.resolve().rope == RopeOptions("default", 10000.0)
+    assert preset("gpt2").resolve().rope == RopeOptions()
 
 
 @pytest.mark.parametrize(("vocab_size", "padded"), [(257, 320), (50257, 50304), (32000, 32000), (1, 64)])
@@ -56,7 +58,11 @@ CONTRADICTIONS = {
     "heads": ({"num_heads": 5}, "model.hidden_size=192 is not divisible by model.num_heads=5"),
     "kv-heads": ({"num_kv_heads": 4}, "model.num_heads=6 is not a multiple of model.num_kv_heads=4"),
     "learned-without-length": ({"positions": "learned"}, "model.positions=learned needs model.max_positions"),
-    "rope-without-theta": ({"rope_theta": None}, "model.positions=rope needs model.rope_theta"),
+    "rope-without-theta": ({"rope": RopeOptions("default")}, "model.rope.theta has no value; it is 10000 in"),
+    "rope-of-learned-positions": (
+        {"positions": "learned", "max_positions": 8, "rope": RopeOptions("linear", 1e4, 2.0)},
+        "model.rope.type=linear is of rotary positions and model.positions=learned",
+    ),
     "no-windows": ({"windows": []}, "model.windows is empty; give at least one"),
     "window-of-nothing": ({"windows": [0, None]}, "model.windows=[0, None] must hold numbers of keys from 1"),
     "softcap": ({"attention_softcap": 0.0}, "model.attention_softcap=0.0 must be above zero"),

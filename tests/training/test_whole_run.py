@@ -17,6 +17,7 @@ from flashtrain.kernels.attention import attention
 from flashtrain.model.gpt import GPT
 from flashtrain.model.head import summed_cross_entropy, token_nll
 from flashtrain.model.options import ModelOptions
+from flashtrain.model.rope_options import RopeOptions
 from flashtrain.training.module import TrainingModule
 
 NUM_STEPS, LENGTH, ROWS, VOCAB, PREFIX = 40, 32, 8, 257, 256
@@ -31,7 +32,7 @@ OPTIONS = ModelOptions(
     norm_eps=1e-5,
     positions="rope",
     max_positions=None,
-    rope_theta=10000.0,
+    rope=RopeOptions("default", 10000.0),
     mlp="swiglu",
     mlp_hidden_size=None,
     bias=False,

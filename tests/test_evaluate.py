@@ -1,0 +1,85 @@
+"""A finished run, evaluated with other rotary positions than it was trained with."""
+
+import json
+
+import pytest
+from commands import SMALL, run_command
+
+LENGTHS = "eval.lengths=[32,64,128] eval.targets_per_anchor=16"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with `run`, trained on rows of 64 tokens."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "books").mkdir()
+    for number in range(8):
+        (home / f"books/{number}.txt").write_text(" ".join(f"{number} times {i} is {number * i}." for i in range(50)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        run_command("python train.py data=text data.path=books output=run", *SMALL)
+    return home
+
+
+@pytest.fixture
+def evaluate(home, monkeypatch):
+    """evaluate("key=value", ...) -> the report of `run`."""
+    monkeypatch.chdir(home)
+
+    def report(*overrides):
+        before = set(home.glob("run/evaluation/*"))
+        run_command(f"python -m flashtrain.evaluate run=run {LENGTHS}", *overrides)
+        (folder,) = set(home.glob("run/evaluation/*")) - before
+        return json.loads((folder / "perplexity.json").read_text())
+
+    return report
+
+
+def losses(report):
+    return {row["length"]: row["loss"] for row in report["ppl_at_length"]}
+
+
+def test_scaling_is_named_said_and_changes_what_it_should(evaluate, capsys):
+    plain = evaluate()
+    assert plain["conditions"]["positions"] == "default RoPE (theta 10000.0)"
+    assert "in place of" not in capsys.readouterr().out
+    scaled = evaluate("eval.rope.type=yarn", "eval.rope.factor=4")
+    assert scaled["conditions"]["positions"] == (
+        "yarn RoPE (theta 10000.0, factor 4.0, original_length 64, beta_fast 32.0, beta_slow 1.0, truncate True, "
+        "attention_factor 1.138629436111989)"
+    )
+    said = " ".join(capsys.readouterr().out.split())
+    assert "attention_factor 1.138629436111989) in place of default RoPE (theta 10000.0)" in said
+    assert all(losses(scaled)[length] != losses(plain)[length] for length in (32, 64, 128))
+
+
+def test_dynamic_scaling_changes_nothing_up_to_the_trained_length(evaluate):
+    """One forward of 128 tokens for all lengths would change the first 32 and 64, too."""
+    plain, dynamic = losses(evaluate()), losses(evaluate("eval.rope.type=dynamic", "eval.rope.factor=2"))
+    assert dynamic[32] == pytest.approx(plain[32], rel=1e-6)
+    assert dynamic[64] == pytest.approx(plain[64], rel=1e-6)
+    assert abs(dynamic[128] - plain[128]) > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["eval.rope.factor=4"], "eval.rope has values and no type; say eval.rope.type=..., one of default, linear,"),
+        (["eval.rope.type=yarn"], "eval.rope.type=yarn needs eval.rope.factor"),
+        (["eval.rope.type=linear", "eval.rope.factor=2", "eval.rope.original_length=9"], "leave it out"),
+        (["eval.rope.type=longrope"], "eval.rope.type=longrope is not one of default, linear"),
+        (["eval.rope.typ=yarn"], "there is no setting eval.rope.typ; did you mean eval.rope.type?"),
+        (["model.rope.type=yarn"], "run was made with other settings: model.rope.type is default there and yarn here"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_ends_in_one_sentence(evaluate, overrides, sentence):
+    with pytest.raises(SystemExit) as stop:
+        evaluate(*overrides)
+    assert sentence in stop.value.code
+
+
+def test_learned_positions_cannot_be_scaled(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="eval.rope.type=ntk is of rotary positions and the model has learned ones"):
+        run_command("python train.py model=gpt2 eval.rope.type=ntk eval.rope.factor=2")
