@@ -20,9 +20,12 @@ from flashtrain.errors import UserError
 # What the published tokenizers put before a document; the first that a tokenizer has is its prefix.
 PREFIX_TOKENS = ("<|begin_of_text|>", "<bos>", "<s>", "<|endoftext|>", "</s>")
 
-# How the two kinds of vocabulary spell the 256 bytes.
-BYTE_CHARACTERS = frozenset(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-BYTE_PIECES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+# How the two kinds of vocabulary spell the 256 bytes. Byte-level: those that print in Latin-1 as themselves, the
+# others by the characters from U+0100 on, in order.
+PRINTING = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+NOT_PRINTING = tuple(byte for byte in range(256) if byte not in PRINTING)
+BYTE_CHARACTERS = {chr(byte): byte for byte in PRINTING} | {chr(256 + i): byte for i, byte in enumerate(NOT_PRINTING)}
+BYTE_PIECES = {f"<0x{byte:02X}>": byte for byte in range(256)}
 
 
 class Tokenizer(Protocol):
@@ -38,7 +41,7 @@ class Tokenizer(Protocol):
     """The smallest that holds every id: uint16 or uint32."""
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, (length,) of `dtype`, without the prefix."""
+        """The ids of `text`, (length,) of `dtype`, without the prefix. Raises UserError where text would be lost."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, in parallel where the tokenizer can."""
@@ -51,7 +54,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer `bytes`, or the one in the file `name`.
 
     Raises UserError if that is no tokenizer.json, has no prefix token, has tokens without a size in bytes, or
-    lacks tokens for some bytes.
+    lacks a token to fall back to for some byte.
     """
     return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(os.path.expanduser(name)))
 
@@ -104,15 +107,27 @@ class FileTokenizer:
         self.name = str(path)
         self.fingerprint = digest(content)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
-        self.bytes_per_token = _bytes_per_token(self._tokenizer, self.vocab_size, path)
+        self.bytes_per_token, self._unknown = _bytes_per_token(self._tokenizer, self.vocab_size, path)
         self.dtype = _smallest_dtype(self.vocab_size)
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        for text in texts:
+            self._refuse_unknown(text)
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, self.dtype) for encoding in encodings]
+
+    def _refuse_unknown(self, text: str) -> None:
+        """Raise UserError for bytes that no token of a byte-level vocabulary has, which the library would drop."""
+        if self._unknown and (lost := set(text.encode()) & self._unknown):
+            spelled = ", ".join(f"0x{byte:02X}" for byte in sorted(lost))
+            place = next(i for i, character in enumerate(text) if lost & set(character.encode()))
+            raise UserError(
+                f"tokenizer {self.name} has no token for the bytes {spelled} of a text, as in "
+                f"{text[max(place - 20, 0) : place + 20]!r}, and would lose them; remove them or name another tokenizer"
+            )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids beyond the vocabulary give no text."""
@@ -131,9 +146,12 @@ def _prefix_id(tokenizer: tokenizers.Tokenizer, path: Path) -> int:
     )
 
 
-def _bytes_per_token(tokenizer: tokenizers.Tokenizer, vocab_size: int, path: Path) -> np.ndarray:
-    """Bytes of the text as the tokenizer normalizes it: a space that it puts before every text counts, too.
+def _bytes_per_token(
+    tokenizer: tokenizers.Tokenizer, vocab_size: int, path: Path
+) -> tuple[np.ndarray, frozenset[int]]:
+    """Bytes of text by token, as the tokenizer normalizes it, and the bytes of which it makes no token.
 
+    A space that it puts before every text counts, too.
     A byte-level vocabulary (GPT-2, Llama 3) spells each byte as one character. A byte-fallback one (Llama 2,
     Gemma) spells text with U+2581 for a space, and <0x00> to <0xFF> for bytes that it has no piece for.
     """
@@ -148,8 +166,8 @@ def _bytes_per_token(tokenizer: tokenizers.Tokenizer, vocab_size: int, path: Pat
             f"data.tokenizer={path} is neither byte-level nor byte-fallback, so its tokens have no size in "
             f"bytes; name one like those of GPT-2 or Llama, or say data.tokenizer=bytes"
         )
-    missing = sorted(spellings - tokenizer.get_vocab(with_added_tokens=False).keys())
-    if missing:
+    missing = sorted(spellings.keys() - tokenizer.get_vocab(with_added_tokens=False).keys())
+    if missing and spellings is BYTE_PIECES:
         raise UserError(
             f"data.tokenizer={path} has no token for {len(missing)} of the 256 bytes, such as {missing[0]}, and "
             f"would lose text; train it with all of them or say data.tokenizer=bytes"
@@ -161,7 +179,7 @@ def _bytes_per_token(tokenizer: tokenizers.Tokenizer, vocab_size: int, path: Pat
             table[i] = num_bytes(token)
         elif not added[i].special:
             table[i] = len(token.encode())
-    return table
+    return table, frozenset(spellings[spelling] for spelling in missing)
 
 
 def _num_bytes_with_fallback(token: str) -> int:

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from flashtrain.data.tokenizer import load_tokenizer
+from flashtrain.data.tokenizer import BYTE_CHARACTERS, load_tokenizer
 from flashtrain.errors import UserError
 
 TEXT = "def f(x):\n    return 'naïve ∑ 🙂'\t# <|endoftext|> </s>\r\n"
@@ -138,19 +138,42 @@ def test_home_is_spelled_out(tmp_path, monkeypatch):
     assert load_tokenizer("~/tokenizer.json").name == str(tmp_path / "tokenizer.json")
 
 
-@pytest.mark.parametrize("maker", [byte_level, byte_fallback])
-@pytest.mark.parametrize("unk", [None, "<unk>"], ids=["drops", "unk"])
-def test_vocabulary_without_some_byte_is_refused(tmp_path, maker, unk):
-    """Such a tokenizer drops the byte, or gives <unk> for it, which has no size."""
+def without_a(maker, unk, folder):
+    """The path of a tokenizer that has no token for the byte A."""
     parts = json.loads(maker().to_str())
     vocab = parts["model"]["vocab"]
     del vocab["A" if "A" in vocab else "<0x41>"]
     vocab.setdefault("<unk>", len(vocab) + 1)
     parts["model"]["unk_token"] = unk
-    path = tmp_path / "tokenizer.json"
+    path = folder / "tokenizer.json"
     path.write_text(json.dumps(parts))
-    with pytest.raises(UserError, match="no token for 1 of the 256 bytes, such as (A|<0x41>), and would lose"):
-        load_tokenizer(str(path))
+    return str(path)
+
+
+each_unk = pytest.mark.parametrize("unk", [None, "<unk>"], ids=["drops", "unk"])
+
+
+@each_unk
+def test_fallback_without_some_byte_is_refused(tmp_path, unk):
+    """Such a tokenizer drops the byte, or gives <unk> for it, which has no size."""
+    with pytest.raises(UserError, match="no token for 1 of the 256 bytes, such as <0x41>, and would lose"):
+        load_tokenizer(without_a(byte_fallback, unk, tmp_path))
+
+
+@each_unk
+def test_byte_level_without_some_byte_refuses_the_texts_that_have_it(tmp_path, unk):
+    """SmolLM2's is without 0x04 and twenty others."""
+    tokenizer = load_tokenizer(without_a(byte_level, unk, tmp_path))
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    with pytest.raises(UserError, match="no token for the bytes 0x41 of a text, as in 'return A or B', and would lose"):
+        tokenizer.encode_batch([TEXT, "return A or B"])
+
+
+def test_byte_level_spells_bytes_as_the_library_does():
+    assert set(BYTE_CHARACTERS) == set(pre_tokenizers.ByteLevel.alphabet())
+    single_bytes = tokenizers.Tokenizer(models.BPE(BYTE_CHARACTERS, []))
+    single_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert single_bytes.encode(TEXT).ids == list(TEXT.encode())
 
 
 @pytest.mark.parametrize("name", ["gpt2", "x" * 300, "."], ids=["missing", "system-error", "folder"])
