@@ -31,7 +31,7 @@ from flashtrain.model.gpt import GPT
 from flashtrain.model.head import summed_cross_entropy, token_nll
 from flashtrain.performance.flops import flops_per_token, peak_flops, visible_keys
 from flashtrain.ranks import Ranks
-from flashtrain.training.checkpoint import read_checkpoint
+from flashtrain.training.checkpoint import load_weights, read_checkpoint
 from flashtrain.training.loggers import build_loggers, require_wandb
 from flashtrain.training.memory import MicroBatch, StepMemory, predict_peak
 from flashtrain.training.meter import SpeedMeter, peak_memory_gib
@@ -73,6 +73,8 @@ def run(config: Config) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()  # those of a sweep's earlier jobs
     made = assemble(config, trains=True)
+    if checkpoint is not None and step == 0:  # weights alone are what there is, and all that matters
+        load_weights(made.model, checkpoint)
     corpus = open_data(config.data, made.tokenizer)
     shape = step_shape(config.train, config.trainer.micro_batch_tokens, mine.world_size)
     data = _data_module(config, corpus, shape)
@@ -87,7 +89,7 @@ def run(config: Config) -> None:
     log.info("memory: predicted peak %s", predicted)
     with ranks.together():
         with _a_full_disk_said(folder):
-            trainer.fit(module, data, ckpt_path=checkpoint)
+            trainer.fit(module, data, ckpt_path=checkpoint if step else None)
         if trainer.global_step < config.train.steps:
             _say(console, f"stopped after step {trainer.global_step}; continue with resume={folder}")
             return

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from flashtrain import bench, check, evaluate, explain, fit, generate
+from flashtrain import bench, check, convert, evaluate, explain, fit, generate
 from flashtrain.config import RUN
 from flashtrain.entry import main
 
@@ -14,6 +14,7 @@ VERBS = {
     "train.py": (fit.run, RUN),
     "-m flashtrain.evaluate": (evaluate.run, RUN),
     "-m flashtrain.generate": (generate.run, RUN),
+    "-m flashtrain.convert": (convert.run, convert.ROOT),
     "-m flashtrain.check": (check.run, check.ROOT),
     "-m flashtrain.bench": (bench.run, bench.ROOT),
     "-m flashtrain.explain": (explain.run, explain.ROOT),

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-VERBS = {"fit", "evaluate", "generate"}
+VERBS = {"fit", "evaluate", "generate", "convert"}
 
 DOOR = "kernels.attention"
-NOUNS = {"model", "data", "training", "evaluation", "performance"}
+NOUNS = {"model", "data", "training", "evaluation", "performance", "interop"}
 
 # folder or module of flashtrain -> the parts of flashtrain that it may import, beside `errors`
 ALLOWED = {
@@ -26,6 +26,7 @@ ALLOWED = {
     "evaluation": {"charts"},
     "model": {DOOR},
     "training": {"model", "performance", "ranks"},
+    "interop": {"model"},
     "runs": {"training"},
     "device": set(),
     "ranks": set(),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from commands import SMALL, SMALL_BENCH, SMALL_CHECK, SMALL_EXPLAIN, VERBS, run_command
+from tiny_checkpoint import save_checkpoint
 
 from flashtrain.kernels.attention import markdown, support_table
 
@@ -21,6 +22,7 @@ def folder(tmp_path_factory):
     for number in range(4):
         text = f"Chapter {number}. " + "The road goes on. " * 50 * (number + 1)
         (folder / "books" / f"{number}.txt").write_text(text)
+    save_checkpoint(folder / "SmolLM2-135M")
     return folder
 
 

@@ -146,9 +146,7 @@ def _prefix_id(tokenizer: tokenizers.Tokenizer, path: Path) -> int:
     )
 
 
-def _bytes_per_token(
-    tokenizer: tokenizers.Tokenizer, vocab_size: int, path: Path
-) -> tuple[np.ndarray, frozenset[int]]:
+def _bytes_per_token(tokenizer: tokenizers.Tokenizer, vocab_size: int, path: Path) -> tuple[np.ndarray, frozenset[int]]:
     """Bytes of text by token, as the tokenizer normalizes it, and the bytes of which it makes no token.
 
     A space that it puts before every text counts, too.

@@ -90,9 +90,7 @@ class GPT(nn.Module):
         tables = 1 if options.tie_embeddings else 2
         return sum(parameter.numel() for parameter in self.parameters()) - tables * padding
 
-    def forward(
-        self, tokens_BS: Tensor, documents_BS: Tensor | None = None, rope: RopeOptions | None = None
-    ) -> Tensor:
+    def forward(self, tokens_BS: Tensor, documents_BS: Tensor | None = None, rope: RopeOptions | None = None) -> Tensor:
         """Return the hidden states (B, S, C) of int64 token ids (B, S), in autocast's dtype where it is on.
 
         documents: (B, S) int32, the document that each token is of, never decreasing along a row. Each is then

@@ -1,0 +1,150 @@
+"""Convert between Hugging Face's checkpoints and runs.
+
+`python -m flashtrain.convert source=CHECKPOINT output=RUN [data=... train....=...]` makes a run of a checkpoint, before
+its first step; `python -m flashtrain.convert run=RUN output=CHECKPOINT` exports the weights of a run.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig
+from torch import Tensor
+
+from flashtrain import runs
+from flashtrain.assembly import open_data, resolve_model
+from flashtrain.config import Config, Root, refuse_all_but, to_yaml
+from flashtrain.config import settle as settle_run
+from flashtrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from flashtrain.entry import main
+from flashtrain.errors import UserError
+from flashtrain.interop.family import Family
+from flashtrain.interop.folder import CONFIG, TOKENIZER, TensorFolder, read_config, write_tensors
+from flashtrain.interop.settings import read_settings, write_settings
+from flashtrain.interop.tensors import export_weights, import_weights
+from flashtrain.model.gpt import GPT
+from flashtrain.model.options import ModelOptions
+from flashtrain.training.checkpoint import MODEL_PREFIX, load_weights, written_whole
+
+
+@dataclass
+class ConvertConfig(Config):
+    source: str | None
+    """Folder of a Hugging Face checkpoint to make a run of."""
+
+
+@dataclass(frozen=True)
+class Import:
+    source: Path
+    family: Family
+    config: Config
+    """Of the run that it becomes."""
+
+
+@dataclass(frozen=True)
+class Export:
+    config: Config
+    """Of the run."""
+    output: str | None
+
+
+def settle(composed: DictConfig, overrides: list[str]) -> Import | Export:
+    """What to convert, from what Hydra composed and the command line; the model is the checkpoint's, or the run's."""
+    if (composed.source is None) == (composed.run is None):
+        raise UserError(
+            "what is meant? Say source=CHECKPOINT, a folder in Hugging Face's format, or run=RUN, one to export"
+        )
+    if composed.run is not None:
+        output, composed.output = composed.output, None
+        return Export(settle_run(composed, overrides), output)
+    source = Path(composed.source)
+    given = {override.key_or_group for override in OverridesParser.create().parse_overrides(overrides)}
+    if chosen := sorted(key for key in given if key.split(".")[0] == "model"):
+        raise UserError(f"{', '.join(chosen)} is not to be chosen: the model is that of {source}; leave it out")
+    settings = read_config(source)
+    family, composed.model, training_length = read_settings(settings, str(source / CONFIG), source.resolve().name)
+    if "train.sequence_length" not in given:
+        composed.train.sequence_length = training_length
+    if "train.tokens_per_step" not in given:
+        rows = max(composed.train.tokens_per_step // composed.train.sequence_length, 1)
+        composed.train.tokens_per_step = rows * composed.train.sequence_length
+    if "data.tokenizer" not in given:
+        composed.data.tokenizer = str(source / TOKENIZER)
+    config = settle_run(composed, overrides)
+    return Import(source, family, Config(**{field.name: getattr(config, field.name) for field in fields(Config)}))
+
+
+def run(asked: Import | Export) -> None:
+    """Convert, and say what came of it."""
+    import_checkpoint(asked) if isinstance(asked, Import) else export_run(asked)
+
+
+def import_checkpoint(asked: Import) -> None:
+    """Make the folder of a run before its first step, with the weights and the tokenizer of a checkpoint."""
+    source, family, config = asked.source, asked.family, asked.config
+    refuse_all_but(("source", "output"), config)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise UserError(
+            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens and the model of {source} knows "
+            f"{config.model.vocab_size}; name the model's own with data.tokenizer=..."
+        )
+    options = resolve_model(config.model, tokenizer)
+    tensors = TensorFolder(source)
+    weights = import_weights(family, options, _shapes(options), tensors.names, tensors.read, str(source))
+    corpus = open_data(config.data, tokenizer)
+    folder = runs.new_folder(config.output, options.name)
+    if tokenizer.name != ByteTokenizer.name:
+        config.data.tokenizer = str(folder / TOKENIZER)
+        shutil.copyfile(tokenizer.name, config.data.tokenizer)
+    runs.write_whole(folder / runs.CONFIG_FILE, to_yaml(config))
+    facts = runs.provenance(
+        corpus=corpus.fingerprint, tokenizer=tokenizer.fingerprint, source=str(source), architecture=family.architecture
+    )
+    runs.write_json(folder / runs.PROVENANCE_FILE, facts)
+    _save(weights, runs.checkpoint(folder, runs.DEFAULT_CHECKPOINT))
+    print(f"wrote {folder}: a run with the weights of {source}, {family.architecture}, before its first step")
+
+
+def export_run(asked: Export) -> None:
+    """Write the weights of a run as a checkpoint, in float32, of the first family that can express its model."""
+    config = asked.config
+    refuse_all_but(("run", "checkpoint", "output"), config)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    options = resolve_model(config.model, tokenizer)
+    family, settings = write_settings(options, config.train.sequence_length, tokenizer.prefix_id)
+    model = _empty_model(options).to_empty(device="cpu")
+    load_weights(model, runs.checkpoint(Path(config.run), config.checkpoint))
+    folder = runs.new_folder(asked.output, options.name)
+    write_tensors(folder, export_weights(family, options, model.state_dict()))
+    if tokenizer.name != ByteTokenizer.name:
+        shutil.copyfile(tokenizer.name, folder / TOKENIZER)
+    else:
+        print(f"no {TOKENIZER}: ids are bytes, and {tokenizer.prefix_id} stands before a document")
+    runs.write_whole(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
+    print(f"wrote {folder}: {family.architecture} with the weights of {config.run}")
+
+
+def _save(weights: dict[str, Tensor], path: Path) -> None:
+    """Write a checkpoint of step 0, from which training starts as from drawn weights."""
+    state = {MODEL_PREFIX + name: tensor for name, tensor in weights.items()}
+    with written_whole(path) as partial, partial.open("wb") as file:
+        torch.save({"state_dict": state, "global_step": 0, "loops": {}}, file)
+
+
+def _empty_model(options: ModelOptions) -> GPT:
+    with torch.device("meta"):
+        return GPT(options, attention=None)
+
+
+def _shapes(options: ModelOptions) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in _empty_model(options).state_dict().items()}
+
+
+ROOT = Root("convert", ConvertConfig, settle)
+
+if __name__ == "__main__":
+    main(run, ROOT)
