@@ -4,7 +4,6 @@
 its first step; `python -m flashtrain.convert run=RUN output=CHECKPOINT` exports the weights of a run.
 """
 
-import json
 import shutil
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,7 +21,7 @@ from flashtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from flashtrain.entry import main
 from flashtrain.errors import UserError
 from flashtrain.interop.family import Family
-from flashtrain.interop.folder import CONFIG, TOKENIZER, TensorFolder, read_config, write_tensors
+from flashtrain.interop.folder import CONFIG, TOKENIZER, TensorFolder, read_config, write_checkpoint
 from flashtrain.interop.settings import read_settings, write_settings
 from flashtrain.interop.tensors import export_weights, import_weights
 from flashtrain.model.gpt import GPT
@@ -64,6 +63,8 @@ def settle(composed: DictConfig, overrides: list[str]) -> Import | Export:
     given = {override.key_or_group for override in OverridesParser.create().parse_overrides(overrides)}
     if chosen := sorted(key for key in given if key.split(".")[0] == "model"):
         raise UserError(f"{', '.join(chosen)} is not to be chosen: the model is that of {source}; leave it out")
+    if "experiment" in given:
+        raise UserError(f"experiment=... brings a model of its own, and this one is that of {source}; leave it out")
     settings = read_config(source)
     family, composed.model, training_length = read_settings(settings, str(source / CONFIG), source.resolve().name)
     if "train.sequence_length" not in given:
@@ -115,16 +116,16 @@ def export_run(asked: Export) -> None:
     refuse_all_but(("run", "checkpoint", "output"), config)
     tokenizer = load_tokenizer(config.data.tokenizer)
     options = resolve_model(config.model, tokenizer)
+    runs.require_same(Path(config.run), "tokenizer", tokenizer.fingerprint)
     family, settings = write_settings(options, config.train.sequence_length, tokenizer.prefix_id)
     model = _empty_model(options).to_empty(device="cpu")
     load_weights(model, runs.checkpoint(Path(config.run), config.checkpoint))
     folder = runs.new_folder(asked.output, options.name)
-    write_tensors(folder, export_weights(family, options, model.state_dict()))
+    write_checkpoint(folder, settings, export_weights(family, options, model.state_dict()))
     if tokenizer.name != ByteTokenizer.name:
         shutil.copyfile(tokenizer.name, folder / TOKENIZER)
     else:
         print(f"no {TOKENIZER}: ids are bytes, and {tokenizer.prefix_id} stands before a document")
-    runs.write_whole(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
     print(f"wrote {folder}: {family.architecture} with the weights of {config.run}")
 
 

@@ -53,6 +53,16 @@ def test_scaling_is_named_said_and_changes_what_it_should(evaluate, capsys):
     assert all(losses(scaled)[length] != losses(plain)[length] for length in (32, 64, 128))
 
 
+def test_a_model_may_be_scaled_from_the_start(home, monkeypatch):
+    monkeypatch.chdir(home)
+    scaled = "model.rope.type=dynamic model.rope.factor=2 model.rope.original_length=32 data.isolate_documents=true"
+    run_command(f"python train.py data=text data.path=books output=scaled {scaled}", *SMALL)
+    report = json.loads((home / "scaled/evaluation/final/perplexity.json").read_text())
+    assert report["conditions"]["positions"] == "dynamic RoPE (theta 10000.0, factor 2.0, original_length 32)"
+    with pytest.raises(SystemExit, match="model.rope.type=yarn needs model.rope.original_length, the tokens in a row"):
+        run_command("python train.py model.rope.type=yarn model.rope.factor=2")
+
+
 def test_dynamic_scaling_changes_nothing_up_to_the_trained_length(evaluate):
     """One forward of 128 tokens for all lengths would change the first 32 and 64, too."""
     plain, dynamic = losses(evaluate()), losses(evaluate("eval.rope.type=dynamic", "eval.rope.factor=2"))

@@ -71,6 +71,12 @@ def _read_json(path: Path, otherwise: str) -> dict[str, Any]:
     return content
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write all tensors to one file."""
-    save_file(dict(tensors), folder / TENSORS, metadata={"format": "pt"})
+def write_checkpoint(folder: Path, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write config.json and one file of all tensors. Raises UserError where the disk refuses."""
+    try:
+        save_file(dict(tensors), folder / TENSORS, metadata={"format": "pt"})
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{folder} cannot be written ({error}); make room or say output=DIR with another place"
+        ) from None

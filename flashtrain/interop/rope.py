@@ -32,7 +32,7 @@ def read_rope(fields: Fields, max_positions: int) -> RopeOptions:
     if kind not in KINDS:
         raise UserError(f"{inside.place} is of type {kind}; allowed are {', '.join(KINDS)}")
     inside.require("partial_rotary_factor", 1.0)
-    options = {"theta": float(inside.take("rope_theta", theta))}
+    options = {"theta": float(inside.take("rope_theta", None) or theta)}
     for key in TYPES[kind]:
         if key == "original_length":
             options[key] = _original_length(kind, inside, outside, max_positions)

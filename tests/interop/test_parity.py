@@ -1,6 +1,5 @@
 """Models of random weights compute the same logits here and in transformers, whichever way they went."""
 
-import json
 from dataclasses import replace
 from functools import partial
 
@@ -9,7 +8,7 @@ import torch
 import transformers
 from presets import preset
 
-from flashtrain.interop.folder import TensorFolder, read_config, write_tensors
+from flashtrain.interop.folder import TensorFolder, read_config, write_checkpoint
 from flashtrain.interop.settings import read_settings, write_settings
 from flashtrain.interop.tensors import export_weights, import_weights
 from flashtrain.kernels.attention import attention
@@ -108,8 +107,7 @@ def is_llama_by_another_name(config):
 def export(model, folder, training_length=64):
     family, settings = write_settings(model.options, training_length, prefix_id=0)
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(settings))
-    write_tensors(folder, export_weights(family, model.options, model.state_dict()))
+    write_checkpoint(folder, settings, export_weights(family, model.options, model.state_dict()))
 
 
 @each_config

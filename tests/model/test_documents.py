@@ -133,6 +133,21 @@ def test_dynamic_scaling_follows_the_length_of_each_document():
             assert torch.equal(alone, plain(document[None])[0]) == (len(document) <= 18)
 
 
+SCALINGS = {
+    "dynamic": RopeOptions("dynamic", 10000.0, 2.0, 18),
+    "yarn": RopeOptions("yarn", 10000.0, 4.0, 18),
+    "llama3": RopeOptions("llama3", 10000.0, 4.0, 18),
+}
+
+
+@pytest.mark.parametrize("rope", SCALINGS.values(), ids=SCALINGS)
+def test_scaled_positions_compile_into_one_graph(rope):
+    eager, compiled = (make_model(preset("nano", **SMALL | {"num_layers": 1}, rope=rope)) for _ in range(2))
+    torch.compiler.reset()
+    compiled.compile(backend="eager", fullgraph=True, dynamic=False)
+    torch.testing.assert_close(compiled(make_tokens(), DOCUMENTS), eager(make_tokens(), DOCUMENTS))
+
+
 def test_one_document_in_a_row_is_a_row_without_documents():
     model, tokens = make_model(FAMILIES["rope"]), make_tokens()
     assert torch.equal(model(tokens, torch.zeros_like(DOCUMENTS)), model(tokens))
