@@ -1,7 +1,8 @@
 """Convert between Hugging Face's checkpoints and runs.
 
 `python -m flashtrain.convert source=CHECKPOINT output=RUN [data=... train....=...]` makes a run of a checkpoint, before
-its first step; `python -m flashtrain.convert run=RUN output=CHECKPOINT` exports the weights of a run.
+its first step; `python -m flashtrain.convert run=RUN output=CHECKPOINT` exports the weights of a run;
+`python -m flashtrain.convert source=FILE.gguf output=CHECKPOINT` makes a checkpoint of a GGUF file.
 """
 
 import shutil
@@ -20,6 +21,7 @@ from flashtrain.config import settle as settle_run
 from flashtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from flashtrain.entry import main
 from flashtrain.errors import UserError
+from flashtrain.interop import gguf
 from flashtrain.interop.family import Family
 from flashtrain.interop.folder import CONFIG, TOKENIZER, TensorFolder, read_config, write_checkpoint
 from flashtrain.interop.settings import read_settings, write_settings
@@ -32,7 +34,7 @@ from flashtrain.training.checkpoint import MODEL_PREFIX, load_weights, written_w
 @dataclass
 class ConvertConfig(Config):
     source: str | None
-    """Folder of a Hugging Face checkpoint to make a run of."""
+    """Folder of a Hugging Face checkpoint to make a run of, or GGUF file to make such a checkpoint of."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,14 @@ class Export:
     output: str | None
 
 
-def settle(composed: DictConfig, overrides: list[str]) -> Import | Export:
+@dataclass(frozen=True)
+class Unpacking:
+    source: Path
+    """A GGUF file."""
+    output: str | None
+
+
+def settle(composed: DictConfig, overrides: list[str]) -> Import | Export | Unpacking:
     """What to convert, from what Hydra composed and the command line; the model is the checkpoint's, or the run's."""
     if (composed.source is None) == (composed.run is None):
         raise UserError(
@@ -61,6 +70,10 @@ def settle(composed: DictConfig, overrides: list[str]) -> Import | Export:
         return Export(settle_run(composed, overrides), output)
     source = Path(composed.source)
     given = {override.key_or_group for override in OverridesParser.create().parse_overrides(overrides)}
+    if source.suffix == gguf.SUFFIX:
+        if others := sorted(given - {"source", "output"}):
+            raise UserError(f"{', '.join(others)} is for a run, and {source} becomes a checkpoint first; leave it out")
+        return Unpacking(source, composed.output)
     if chosen := sorted(key for key in given if key.split(".")[0] == "model"):
         raise UserError(f"{', '.join(chosen)} is not to be chosen: the model is that of {source}; leave it out")
     if "experiment" in given:
@@ -78,9 +91,15 @@ def settle(composed: DictConfig, overrides: list[str]) -> Import | Export:
     return Import(source, family, Config(**{field.name: getattr(config, field.name) for field in fields(Config)}))
 
 
-def run(asked: Import | Export) -> None:
+def run(asked: Import | Export | Unpacking) -> None:
     """Convert, and say what came of it."""
-    import_checkpoint(asked) if isinstance(asked, Import) else export_run(asked)
+    match asked:
+        case Import():
+            import_checkpoint(asked)
+        case Export():
+            export_run(asked)
+        case Unpacking():
+            unpack_gguf(asked)
 
 
 def import_checkpoint(asked: Import) -> None:
@@ -127,6 +146,15 @@ def export_run(asked: Export) -> None:
     else:
         print(f"no {TOKENIZER}: ids are bytes, and {tokenizer.prefix_id} stands before a document")
     print(f"wrote {folder}: {family.architecture} with the weights of {config.run}")
+
+
+def unpack_gguf(asked: Unpacking) -> None:
+    """Write the model and the tokenizer of a GGUF file as a checkpoint in float32."""
+    settings, tensors, tokenizer = gguf.read_gguf(asked.source)
+    folder = runs.new_folder(asked.output, asked.source.stem)
+    write_checkpoint(folder, settings, tensors)
+    runs.write_whole(folder / TOKENIZER, tokenizer)
+    print(f"wrote {folder}: a checkpoint of {asked.source}, to be converted with source={folder}")
 
 
 def _save(weights: dict[str, Tensor], path: Path) -> None:

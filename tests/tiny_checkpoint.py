@@ -1,4 +1,4 @@
-"""A checkpoint in Hugging Face's format, small enough for a test, as transformers saves it."""
+"""Checkpoints in Hugging Face's format: a small one as transformers saves it, and what our model is of one."""
 
 from pathlib import Path
 
@@ -6,6 +6,12 @@ import tokenizers
 import torch
 import transformers
 from tokenizers import decoders, models, pre_tokenizers
+
+from flashtrain.interop.folder import TensorFolder, read_config
+from flashtrain.interop.settings import read_settings
+from flashtrain.interop.tensors import import_weights
+from flashtrain.model.attention import Attention
+from flashtrain.model.gpt import GPT
 
 VOCAB = 300
 
@@ -38,3 +44,12 @@ def tokenizer() -> tokenizers.Tokenizer:
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(pieces[:1])
     return made
+
+
+def load_checkpoint(folder: Path, attention: Attention) -> GPT:
+    """Our model with the weights of a checkpoint."""
+    family, options, _ = read_settings(read_config(folder), "config.json", folder.name)
+    model, tensors = GPT(options, attention), TensorFolder(folder)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    model.load_state_dict(import_weights(family, model.options, shapes, tensors.names, tensors.read, folder.name))
+    return model

@@ -7,17 +7,18 @@ import pytest
 import torch
 import transformers
 from presets import preset
+from safetensors.torch import load_file, save_file
+from tiny_checkpoint import load_checkpoint
 
-from flashtrain.interop.folder import TensorFolder, read_config, write_checkpoint
-from flashtrain.interop.settings import read_settings, write_settings
-from flashtrain.interop.tensors import export_weights, import_weights
+from flashtrain.interop.folder import write_checkpoint
+from flashtrain.interop.settings import write_settings
+from flashtrain.interop.tensors import export_weights
 from flashtrain.kernels.attention import attention
 from flashtrain.model.gpt import GPT
 from flashtrain.model.head import next_logits
 from flashtrain.model.rope_options import RopeOptions
 
 STANDARD = partial(attention, variant="standard")
-PLACE = "config.json"
 SIZES = {
     "vocab_size": 100,
     "hidden_size": 32,
@@ -79,16 +80,6 @@ def their_model(config):
     return model.eval()
 
 
-def our_model(folder):
-    """The model of a folder in Hugging Face's format."""
-    family, options, _ = read_settings(read_config(folder), PLACE, "imported")
-    tensors = TensorFolder(folder)
-    model = GPT(options, STANDARD)
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    model.load_state_dict(import_weights(family, model.options, shapes, tensors.names, tensors.read, PLACE))
-    return model
-
-
 @torch.no_grad()
 def our_logits(model, tokens=TOKENS):
     hidden = model(tokens)
@@ -114,7 +105,7 @@ def export(model, folder, training_length=64):
 def test_an_imported_model_has_the_logits_of_transformers_and_goes_back_unchanged(config, tmp_path):
     theirs = their_model(config)
     theirs.save_pretrained(tmp_path / "in")
-    ours = our_model(tmp_path / "in")
+    ours = load_checkpoint(tmp_path / "in", STANDARD)
     expected = their_logits(theirs)
     assert expected.std() > 0.5
     torch.testing.assert_close(our_logits(ours), expected, rtol=0, atol=1e-4)
@@ -125,6 +116,17 @@ def test_an_imported_model_has_the_logits_of_transformers_and_goes_back_unchange
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(back.state_dict()[name], tensor), name
     torch.testing.assert_close(their_logits(back), expected, rtol=0, atol=1e-5)
+
+
+def test_gpt2_as_its_authors_published_it(tmp_path):
+    """Names without a prefix, and causal masks among the tensors."""
+    theirs = their_model(CONFIGS["gpt2"])
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 96, 96).tril() for layer in range(3)}
+    save_file(tensors | masks, tmp_path / "model.safetensors")
+    torch.testing.assert_close(our_logits(load_checkpoint(tmp_path, STANDARD)), their_logits(theirs), rtol=0, atol=1e-4)
 
 
 EXPORTED = {
@@ -151,4 +153,4 @@ def test_an_exported_model_has_the_same_logits_in_transformers(options, model_ty
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     assert theirs.config.model_type == model_type
     torch.testing.assert_close(their_logits(theirs), our_logits(ours), rtol=0, atol=1e-4)
-    assert torch.equal(our_logits(our_model(tmp_path / "out")), our_logits(ours))
+    assert torch.equal(our_logits(load_checkpoint(tmp_path / "out", STANDARD)), our_logits(ours))

@@ -6,13 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_checkpoint import save_checkpoint
+from tiny_checkpoint import load_checkpoint, save_checkpoint
 
 from flashtrain.errors import UserError
-from flashtrain.interop.folder import TensorFolder, read_config
-from flashtrain.interop.settings import read_settings
-from flashtrain.interop.tensors import import_weights
-from flashtrain.model.gpt import GPT
 
 FIRST = "model.layers.0.self_attn.q_proj.weight"
 
@@ -24,10 +20,7 @@ def folder(tmp_path):
 
 
 def weights_of(folder):
-    family, options, _ = read_settings(read_config(folder), "config.json", "hub")
-    options, tensors = options.resolve(), TensorFolder(folder)
-    shapes = {name: tensor.shape for name, tensor in GPT(options, None).state_dict().items()}
-    return import_weights(family, options, shapes, tensors.names, tensors.read, str(folder))
+    return load_checkpoint(folder, attention=None).state_dict()
 
 
 def change(folder: Path, edit):
@@ -37,7 +30,7 @@ def change(folder: Path, edit):
     save_file(tensors, folder / "model.safetensors")
 
 
-def rename_config(folder: Path, **changes):
+def set_config(folder: Path, **changes):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -100,7 +93,7 @@ def test_other_tensors_than_the_models_are_refused(folder, name, tensor, sentenc
 
 
 def test_a_tied_head_is_the_embedding_or_refused(folder):
-    rename_config(folder, tie_word_embeddings=True)
+    set_config(folder, tie_word_embeddings=True)
     with pytest.raises(UserError, match="hub has a lm_head.weight of its own and tie_word_embeddings in its config"):
         weights_of(folder)
     change(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
