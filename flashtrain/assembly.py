@@ -158,7 +158,7 @@ def build_model(options: ModelOptions, variant: str, device: Device, activation_
     return model
 
 
-def scorer(model: GPT, device: Device, chunk_size: int, rope: RopeOptions | None = None) -> NllFunction:
+def scorer(model: GPT, device: Device, chunk_size: int, rope: RopeOptions | None) -> NllFunction:
     """What an evaluation asks for: (B, L) inputs and targets -> their negative log-likelihoods in nats.
 
     `rope`: as `GPT.forward` takes it.

@@ -73,7 +73,7 @@ def run(config: Config) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()  # those of a sweep's earlier jobs
     made = assemble(config, trains=True)
-    if checkpoint is not None and step == 0:  # weights alone are what there is, and all that matters
+    if checkpoint is not None and step == 0:  # converted, or stopped before its first step: nothing else matters
         load_weights(made.model, checkpoint)
     corpus = open_data(config.data, made.tokenizer)
     shape = step_shape(config.train, config.trainer.micro_batch_tokens, mine.world_size)

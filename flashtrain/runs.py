@@ -1,6 +1,8 @@
 """The folder of a run: where each thing lies, and what is recorded so that its numbers can be traced.
 
     config.yaml  provenance.json  result.json  sample.txt  checkpoints/{last,best,step-N}.ckpt  logs/  evaluation/
+
+A run that was converted from a checkpoint of Hugging Face's format has its tokenizer.json, too.
 """
 
 import contextlib

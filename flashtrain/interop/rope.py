@@ -3,9 +3,9 @@
 from typing import Any
 
 from flashtrain.errors import UserError
-from flashtrain.interop.fields import Fields
+from flashtrain.interop.fields import REQUIRED, Fields
 from flashtrain.model.rope import theta_scaled_by
-from flashtrain.model.rope_options import TYPES, RopeOptions, attention_factor
+from flashtrain.model.rope_options import NEEDED, TYPES, RopeOptions, attention_factor
 
 ORIGINAL = "original_max_position_embeddings"
 # Types of ours that stand there under the same name; ntk is a larger theta there.
@@ -37,7 +37,7 @@ def read_rope(fields: Fields, max_positions: int) -> RopeOptions:
         if key == "original_length":
             options[key] = _original_length(kind, inside, outside, max_positions)
         else:
-            value = inside.take(key, None)
+            value = inside.take(key, REQUIRED if key in NEEDED else None)
             options[key] = float(value) if type(value) is int else value
     if kind == "yarn":
         scale, scale_all_dim = inside.take("mscale", None), inside.take("mscale_all_dim", None)
@@ -49,8 +49,10 @@ def read_rope(fields: Fields, max_positions: int) -> RopeOptions:
 
 
 def rope_parameters(rope: RopeOptions, head_dim: int) -> dict[str, Any]:
-    """Return `rope_parameters` that say the same as resolved options; with dynamic scaling max_position_embeddings has
-    to be their original_length."""
+    """Return `rope_parameters` that say the same as resolved options.
+
+    With dynamic scaling max_position_embeddings has to be their original_length.
+    """
     if rope.type == "ntk":
         return {"rope_type": "default", "rope_theta": theta_scaled_by(rope.factor, rope.theta, head_dim)}
     values = {key: getattr(rope, key) for key in TYPES[rope.type]}

@@ -30,22 +30,20 @@ def import_weights(
         UserError: a tensor is missing, has another shape, or is none of this model's.
     """
     pieces = family.pieces(options)
-    whole = any(name.startswith(family.prefix) for name in names)
+    prefixed = any(name.startswith(family.prefix) for name in names)
 
     def theirs(name: str) -> str:
-        return name if whole else name.removeprefix(family.prefix)
+        return name if prefixed else name.removeprefix(family.prefix)
 
     wanted = {theirs(name) for piece in pieces for name in piece.theirs}
     if missing := sorted(wanted - set(names)):
-        raise UserError(f"{place} lacks {len(missing)} tensors of the model in its config.json, such as {missing[0]}")
+        raise UserError(f"{place} lacks tensors of the model in its config.json: {_some(missing)}")
     others = sorted(name for name in set(names) - wanted if not re.search(family.buffers, name))
     tied = options.tie_embeddings and HEAD in others
     if tied:
         others.remove(HEAD)
     if others:
-        raise UserError(
-            f"{place} has {len(others)} tensors that the model in its config.json has not, such as {others[0]}"
-        )
+        raise UserError(f"{place} has tensors that the model in its config.json has not: {_some(others)}")
     weights = {}
     for piece in pieces:
         weights[piece.ours] = weight = torch.zeros(shapes[piece.ours])
@@ -56,6 +54,10 @@ def import_weights(
     if tied and not torch.equal(read(HEAD).float(), embedding):
         raise UserError(f"{place} has a {HEAD} of its own and tie_word_embeddings in its config.json; set it to false")
     return weights
+
+
+def _some(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _checked(tensor: Tensor, shape: torch.Size, piece: Piece, what: str) -> Tensor:

@@ -15,7 +15,6 @@ TYPES = {
     "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "truncate", "attention_factor"),
     "llama3": ("factor", "original_length", "low_freq_factor", "high_freq_factor"),
 }
-LEAST = {"theta": 1}
 NEEDED = {
     "factor": "how many times longer the context becomes",
     "original_length": "the tokens in a row before scaling",
@@ -56,11 +55,11 @@ class RopeOptions:
         problems = []
         if self.theta is None:
             problems.append(f"{key}.theta has no value; it is 10000 in most models")
-        for name, value in self._set().items():
+        for name, value in self._given().items():
             if name not in ("type", "theta", *TYPES[self.type]):
                 problems.append(f"{key}.{name}={value} is nothing that {key}.type={self.type} takes; leave it out")
-            elif name not in ("type", "truncate") and not LEAST.get(name, 0) < value < math.inf:
-                problems.append(f"{key}.{name}={value} must be above {LEAST.get(name, 0)} and finite")
+            elif name not in ("type", "truncate") and not (least := int(name == "theta")) < value < math.inf:
+                problems.append(f"{key}.{name}={value} must be above {least} and finite")
         problems += [
             f"{key}.type={self.type} needs {key}.{name}, {meaning}"
             for name, meaning in NEEDED.items()
@@ -103,8 +102,8 @@ class RopeOptions:
 
     def describe(self) -> str:
         """The type and every key that it takes, for people."""
-        return f"{self.type} RoPE (" + ", ".join(f"{k} {v}" for k, v in self._set().items() if k != "type") + ")"
+        return f"{self.type} RoPE (" + ", ".join(f"{k} {v}" for k, v in self._given().items() if k != "type") + ")"
 
-    def _set(self) -> dict[str, object]:
+    def _given(self) -> dict[str, object]:
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in named.items() if value is not None}

@@ -102,6 +102,7 @@ def test_both_layouts_are_read(settings, rope):
         ({"rope_scaling": {"type": "longrope"}}, "config.json: rope_scaling is of type longrope; allowed are default,"),
         ({"rope_parameters": {"rope_type": "ntk"}}, "config.json: rope_parameters is of type ntk; allowed are default"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "has no original_max_position_embeddings, the tokens in"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling has no factor, which tells what the model is; add it"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}}, "not known here .*: beta_fast=3;"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0, **YARN}}, "original_max_position_embeddings=1024, which"),
         ({"partial_rotary_factor": 0.5}, "config.json has partial_rotary_factor=0.5, which no model here can do"),

@@ -78,8 +78,8 @@ def edited(tensors, name, tensor):
 @pytest.mark.parametrize(
     ("name", "tensor", "sentence"),
     [
-        (FIRST, None, f"hub lacks 1 tensors of the model in its config.json, such as {FIRST}"),
-        ("score.weight", torch.ones(2), "hub has 1 tensors that the model in its config.json has not, such as score.w"),
+        (FIRST, None, f"hub lacks tensors of the model in its config.json: {FIRST}"),
+        ("score.weight", torch.ones(2), "hub has tensors that the model in its config.json has not: score.weight"),
         (FIRST, torch.ones(32, 16), f"{FIRST} is (32, 16) and (32, 32) by its config.json; one of them is wrong"),
         (FIRST, torch.ones(32, 32, dtype=torch.int8), f"{FIRST} is of torch.int8, as in quantized checkpoints"),
     ],
