@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 from torch import Tensor
 
-from flashtrain import runs
+from flashtrain import ranks, runs
 from flashtrain.assembly import open_data, resolve_model
 from flashtrain.config import Config, Root, refuse_all_but, to_yaml
 from flashtrain.config import settle as settle_run
@@ -93,6 +93,7 @@ def settle(composed: DictConfig, overrides: list[str]) -> Import | Export | Unpa
 
 def run(asked: Import | Export | Unpacking) -> None:
     """Convert, and say what came of it."""
+    ranks.refuse_torchrun("a conversion", "python -m flashtrain.convert ..., which takes one process")
     match asked:
         case Import():
             import_checkpoint(asked)

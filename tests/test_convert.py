@@ -127,6 +127,13 @@ def test_what_no_family_expresses_is_refused_with_the_settings(home):
     assert not (home / "exported").exists()
 
 
+def test_torchrun_is_refused(home, monkeypatch):
+    save_checkpoint(home / "hub")
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert sentence_of("source=hub").startswith("a conversion cannot be started with torchrun; say python -m flashtr")
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
