@@ -44,6 +44,7 @@ class Assembly:
 def assemble(config: Config, *, trains: bool) -> Assembly:
     """Make it all, for rows of the training length and of the lengths to evaluate; the seed draws weights."""
     device = devices.resolve(config.trainer.device, config.trainer.precision, config.trainer.compile)
+    device.set_tf32()
     tokenizer = load_tokenizer(config.data.tokenizer)
     options = resolve_model(config.model, tokenizer)
     lengths = [*config.eval.lengths, config.train.sequence_length]
@@ -151,7 +152,7 @@ def _softcap(model: ModelOptions) -> float:
 def build_model(options: ModelOptions, variant: str, device: Device, activation_checkpointing: str) -> GPT:
     """The model on its device, weights drawn from the global generator, attention bound to variant and softcap."""
     bound = functools.partial(attention, variant=variant, softcap=_softcap(options))
-    model = GPT(options, bound, activation_checkpointing).to(device.type)
+    model = GPT(options, bound, activation_checkpointing).to(device.type, device.precision.weights)
     if device.compile:
         torch.compiler.reset()  # a sweep's earlier jobs would count towards the limit of recompilations
         model.compile(dynamic=False)

@@ -96,7 +96,8 @@ class TrainerConfig:
     """In training, the processes of this machine, each with a GPU or all on the CPU, which share the rows of a step;
     null: as many as torchrun has started, or one."""
     precision: str
-    """auto (bf16 on CUDA, fp32 on CPU), fp32, or bf16: autocast over fp32 weights."""
+    """auto (bf16 on CUDA, fp32 on CPU); fp32; tf32 (fp32 but for products); bf16, fp16 (by autocast over fp32 weights,
+    fp16 with loss scaling); bf16-true (weights, gradients and moments in bf16 too)."""
     compile: bool | None
     """Whether torch.compile compiles the model; null: on CUDA only."""
     micro_batch_tokens: int

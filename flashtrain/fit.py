@@ -23,6 +23,7 @@ from flashtrain.assembly import Assembly, assemble, open_data
 from flashtrain.config import Config, TrainConfig, refuse_all_but, to_yaml
 from flashtrain.data.corpus import Corpus
 from flashtrain.data.datamodule import StepDataModule
+from flashtrain.device import Device
 from flashtrain.entry import main
 from flashtrain.errors import UserError
 from flashtrain.evaluation.report import write_reports
@@ -40,8 +41,6 @@ from flashtrain.training.profiler import TraceSteps
 from flashtrain.training.trainer import build_trainer
 
 log = logging.getLogger(__name__)
-
-PRECISIONS = {torch.float32: "32-true", torch.bfloat16: "bf16-mixed"}
 
 
 @dataclass(frozen=True)
@@ -162,6 +161,8 @@ def _training_module(config: Config, made: Assembly, shape: StepShape) -> Traini
         schedule=config.schedule,
         num_steps=config.train.steps,
         micro_batch_rows=shape.micro_batch_rows,
+        autocast=made.device.autocast,
+        scale_loss=made.device.dtype == torch.float16,
     )
 
 
@@ -171,12 +172,10 @@ def _trainer(
     """With loggers, a display and a trace on the first rank alone."""
     train, logs, first = config.train, folder / runs.LOG_FOLDER, mine.is_first
     named = {"run_name": folder.name, "settings": dataclasses.asdict(config)}
-    of_gpu = peak_flops(torch.cuda.get_device_name(), made.device.dtype) if made.device.type == "cuda" else None
-    profiled = config.trainer.profile_steps
+    of_gpu, profiled = _peak_flops(made.device), config.trainer.profile_steps
     return build_trainer(
         device_type=made.device.type,
         ranks=mine,
-        precision=PRECISIONS[made.device.dtype],
         num_steps=train.steps,
         validate_every=train.validate_every,
         checkpoint_every=train.checkpoint_every,
@@ -190,6 +189,13 @@ def _trainer(
         trace=TraceSteps(*profiled, logs, meter) if profiled and first else None,
         console=console,
     )
+
+
+def _peak_flops(device: Device) -> float | None:
+    """Of this GPU in the precision of the run; None where it is not known, or there is none."""
+    if device.type != "cuda":
+        return None
+    return peak_flops(torch.cuda.get_device_name(), device.dtype, device.precision.tf32)
 
 
 def _finished(config: Config) -> Path | None:
@@ -247,12 +253,12 @@ def _flops(config: Config, model: GPT, corpus: Corpus) -> dict[str, float]:
 
 
 def _summary(config: Config, made: Assembly, corpus: Corpus, shape: StepShape, start: int) -> str:
-    device, train = made.device, config.train
+    train = config.train
     return "\n".join(
         [
             f"data: {corpus.summary()}",
             f"model: {config.model.name}, {made.model.num_parameters():,} parameters; attention {made.variant}; "
-            f"{str(device.dtype).removeprefix('torch.')} on {device.type}{', compiled' * device.compile}",
+            f"{made.device}",
             f"step: {train.tokens_per_step:,} tokens = {shape.rows} rows of {train.sequence_length:,}"
             f"{' with documents apart' * config.data.isolate_documents}, "
             f"{shape.micro_batches} micro-batches of {shape.micro_batch_rows}"

@@ -7,11 +7,11 @@ import torch
 from presets import preset
 
 from flashtrain.assembly import build_model, choose_attention
-from flashtrain.device import Device
+from flashtrain.device import PRECISIONS, Device
 from flashtrain.kernels.attention import Unsupported, attention
 from flashtrain.model.gpt import GPT
 
-CPU = Device("cpu", torch.float32, compile=False)
+CPU = Device("cpu", PRECISIONS["fp32"], compile=False)
 
 
 def options(**changes):

@@ -74,6 +74,30 @@ def test_documents_apart_and_windows_from_the_command_to_the_evaluation(tmp_path
     assert "Perplexity of the first L tokens" in capsys.readouterr().out
 
 
+def test_each_precision_from_the_command_to_the_evaluation(tmp_path, caplog, capsys):
+    said = {
+        "bf16": "bfloat16 with float32 weights on cpu",
+        "fp16": "float16 with float32 weights on cpu",
+        "bf16-true": "bfloat16 on cpu",
+    }
+    predicted = {}
+    for name, words in said.items():
+        train(f"output={name}", f"trainer.precision={name}", "train.log_every=1")
+        assert f"; {words}\n" in caplog.text
+        assert torch.get_float32_matmul_precision() == "highest"
+        result = json.loads((tmp_path / name / "result.json").read_text())
+        assert 4 < result["validation_loss"] < 6  # near ln 257: four steps
+        predicted[name] = result["predicted_peak_memory_gib"]
+        kept = {tensor.dtype for tensor in weights_of(tmp_path / name).values()}
+        assert kept == {torch.bfloat16 if name == "bf16-true" else torch.float32}
+    assert predicted["bf16-true"] < predicted["fp16"] and predicted["fp16"] == predicted["bf16"]
+    columns = (tmp_path / "fp16/logs/train.csv").read_text().splitlines()[0].split(",")
+    assert {"skipped_steps", "loss_scale"} <= set(columns)
+    capsys.readouterr()
+    run_command("python -m flashtrain.evaluate run=bf16-true")
+    assert "bfloat16 on cpu" in capsys.readouterr().out
+
+
 def test_one_text_file_is_enough(tmp_path, caplog):
     (tmp_path / "input.txt").write_text("".join(f"line {i} of the only file\n" for i in range(300)))
     train("data.path=input.txt", "output=run")
@@ -232,6 +256,9 @@ def test_evaluate_scores_the_run_as_its_last_step_did(tmp_path):
         (["checkpoint=best"], "checkpoint=best is not for this command, which takes output and resume"),
         (["checkpoint=first"], "checkpoint is first; allowed are last and best"),
         (["optimizer.learning_rate=nan"], "optimizer.learning_rate"),
+        (["optimizer.skip_norm=0.5"], "optimizer.skip_norm=0.5 must be above optimizer.clip_norm=1.0, or nothing"),
+        (["trainer.precision=int8"], "trainer.precision is int8; allowed are auto, fp32, tf32, bf16, bf16-true, fp16"),
+        (["trainer.precision=tf32"], "trainer.precision is tf32, which takes a CUDA GPU of sm_80 or later; say fp32"),
         (["eval.lengths=512"], "eval.lengths takes a list, as in eval.lengths=[...]"),
         (["resume=books"], "books is not the folder of a run: it has no config.yaml"),
     ],

@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from flashtrain.device import PRECISIONS, Device
 from flashtrain.ranks import Ranks
 from flashtrain.training.checkpoint import newest_checkpoint
 from flashtrain.training.meter import SpeedMeter
@@ -25,11 +26,13 @@ from flashtrain.training.trainer import build_trainer
 VOCAB, WIDTH, ROWS, LENGTH = 32, 16, 8, 12
 
 ADAMW = OptimizerOptions(
-    name="adamw", learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0
+    name="adamw", learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=1.0, skip_norm=None
 )
 MUON = MuonOptions(
     **vars(ADAMW) | {"name": "muon"}, matrix_learning_rate=2e-2, momentum=0.95, adjust_lr_fn="match_rms_adamw"
 )
+CPU = Device("cpu", PRECISIONS["fp32"], compile=False)
+GPU = Device("cuda", PRECISIONS["bf16"], compile=False)
 COSINE = CosineOptions(name="cosine", warmup_fraction=0.1, final_fraction=0.1)
 WSD = WsdOptions(name="wsd", warmup_fraction=0.1, decay_fraction=0.2, decay_shape="1-sqrt", final_fraction=0.1)
 
@@ -104,7 +107,7 @@ class StopAt(L.Callback):
         pl_module.stop_requested = trainer.global_step == self.step
 
 
-def make_module(num_steps: int, *, micro_batch_rows=ROWS, seed=0, width=WIDTH, **changes) -> TrainingModule:
+def make_module(num_steps: int, *, micro_batch_rows=ROWS, seed=0, width=WIDTH, device=CPU, **changes) -> TrainingModule:
     torch.manual_seed(seed)
     arguments = {
         "bytes_per_token": torch.ones(VOCAB, dtype=torch.int64),
@@ -112,9 +115,12 @@ def make_module(num_steps: int, *, micro_batch_rows=ROWS, seed=0, width=WIDTH, *
         "schedule": COSINE,
         "num_steps": num_steps,
         "micro_batch_rows": micro_batch_rows,
+        "autocast": device.autocast,
+        "scale_loss": device.dtype == torch.float16,
     }
+    model = TinyModel(width).to(device.precision.weights)
     return TrainingModule(
-        TinyModel(width), partial(nll, reduction="sum"), partial(nll, reduction="none"), **arguments | changes
+        model, partial(nll, reduction="sum"), partial(nll, reduction="none"), **arguments | changes
     )
 
 
@@ -122,7 +128,6 @@ def make_trainer(folder, num_steps: int, *, console: Console | None = None, call
     arguments = {
         "device_type": "cpu",
         "ranks": Ranks(rank=0, world_size=1, local_rank=0, per_machine=1),
-        "precision": "32-true",
         "num_steps": num_steps,
         "validate_every": 10,
         "checkpoint_every": 10,

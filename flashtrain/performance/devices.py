@@ -53,9 +53,11 @@ class Device:
         """M of flash_v1: fp32 numbers in the shared memory of one block of threads; CUDA keeps 1 KiB of each SM."""
         return (self.sram_bytes - KIB) // 4
 
-    def peak_flops(self, dtype: torch.dtype) -> float:
-        """FLOP/s of matrix products in a dtype of 16 bits, or in exact fp32."""
-        return self.fp32_flops if dtype.itemsize > 2 else self.half_flops
+    def peak_flops(self, dtype: torch.dtype, tf32: bool = False) -> float:
+        """FLOP/s of matrix products in a dtype of 16 bits, in exact fp32, or in TF32, which has half of 16 bits."""
+        if dtype.itemsize <= 2:
+            return self.half_flops
+        return self.half_flops / 2 if tf32 else self.fp32_flops
 
 
 _A100 = dict(

@@ -45,10 +45,13 @@ def visible_keys(layers: Sequence[Intervals], lengths: Sequence[int] | np.ndarra
     return pairs / (len(layers) * (distinct * counts).sum().item())
 
 
-def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Return the dense peak in FLOP/s of matrix products in `dtype`, or None for a device that is not in the table."""
+def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
+    """Return the dense peak in FLOP/s of matrix products in `dtype`, or None for a device that is not in the table.
+
+    tf32: whether those in float32 may be computed in TF32.
+    """
     key = key_of(device_name)
-    return None if key is None else DEVICES[key].peak_flops(dtype)
+    return None if key is None else DEVICES[key].peak_flops(dtype, tf32)
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak: float | None) -> float | None:

@@ -105,10 +105,9 @@ def optimizer_state(model: GPT, options: OptimizerOptions) -> int:
 def weight_copies(model: GPT, batch: MicroBatch) -> int:
     """Return the bytes that autocast's copies of the blocks' weights take until the backward is over.
 
-    A compiled block that computes again makes its copies again, too.
+    A block that computes again makes its copies again, too.
     """
-    again = batch.compiled and batch.activation_checkpointing != "none"
-    layers = model.blocks[:1] if again else model.blocks
+    layers = model.blocks if batch.activation_checkpointing == "none" else model.blocks[:1]
     weights = [p for layer in layers.modules() if isinstance(layer, nn.Linear) for p in layer.parameters()]
     return sum(p.numel() * batch.dtype.itemsize for p in weights if p.dtype != batch.dtype)
 
@@ -154,7 +153,8 @@ def head_buffers(model: GPT, batch: MicroBatch) -> int:
     of_a_logit = itemsize + (itemsize if batch.device_type == "cuda" else 4 * torch.float32.itemsize + 1)
     logits = min(batch.head_chunk_tokens, batch.tokens) * weight.shape[0] * of_a_logit
     copy = weight.numel() * itemsize if weight.dtype != batch.dtype else 0
-    return logits + copy + _bytes([weight]) + batch.tokens * model.options.hidden_size * itemsize
+    of_weight = weight.numel() * torch.float32.itemsize  # in which the chunks are summed, whatever the weight's dtype
+    return logits + copy + of_weight + batch.tokens * model.options.hidden_size * itemsize
 
 
 def backward_buffers(model: GPT, batch: MicroBatch) -> int:
@@ -173,14 +173,22 @@ def _mlp_width(model: GPT, batch: MicroBatch) -> int:
 
 
 def _norm_dtype(model: GPT, batch: MicroBatch) -> torch.dtype:
-    """What a norm keeps its input in: a copy in the dtype of its weight or, compiled, the input itself."""
-    return batch.dtype if batch.compiled else model.final_norm.weight.dtype
+    """What a norm keeps its input in: a copy in the dtype of its weight or, compiled, the input itself.
+
+    RMSNorm without a kernel computes in float32.
+    """
+    if batch.compiled:
+        return batch.dtype
+    return torch.float32 if _composite_norm(model, batch) else model.final_norm.weight.dtype
 
 
 def _norm_kept(model: GPT, batch: MicroBatch) -> int:
     """Bytes of an element that a norm keeps: its input and, of RMSNorm without a kernel, what its weight multiplies."""
-    composite = model.options.norm == "rmsnorm" and batch.device_type == "cpu" and not batch.compiled
-    return _norm_dtype(model, batch).itemsize * (2 if composite else 1)
+    return _norm_dtype(model, batch).itemsize * (2 if _composite_norm(model, batch) else 1)
+
+
+def _composite_norm(model: GPT, batch: MicroBatch) -> bool:
+    return model.options.norm == "rmsnorm" and batch.device_type == "cpu" and not batch.compiled
 
 
 def _scores(model: GPT, batch: MicroBatch) -> int:

@@ -5,9 +5,9 @@ host: what it measures stays in tensors on the device, and a NaN or Inf is stopp
 and loss functions are given; how steps are reported and saved is the callbacks' business.
 """
 
-import contextlib
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,9 +24,14 @@ from flashtrain.training.checkpoint import check_same_model
 from flashtrain.training.faults import FaultFlag
 from flashtrain.training.optim import OptimizerOptions, build_optimizer
 from flashtrain.training.resume import fit_loop_state
+from flashtrain.training.scaling import LossScaler
 from flashtrain.training.schedule import ScheduleOptions, learning_rate_factor
+from flashtrain.training.skips import Skips
 
 NllFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+GUARDS = "guards"
+"""What a checkpoint has the count of skipped steps under and, where the loss is scaled, the scale."""
 
 
 class TrainingModule(LightningModule):
@@ -40,6 +45,8 @@ class TrainingModule(LightningModule):
         sum_nll: (hidden (N, C), weight (V, C), targets (N)) -> sum of -log p of the scored targets, fp32.
         token_nll: the same -> -log p of each target (N) fp32, 0 where it is not scored; for validation.
         bytes_per_token: (vocabulary) int, UTF-8 bytes of a token; those of 0 do not count in bits per byte.
+        autocast: makes the context that forwards run in.
+        scale_loss: whether gradients pass through float16, so that the loss has to be scaled (scaling.py).
     """
 
     def __init__(
@@ -53,6 +60,8 @@ class TrainingModule(LightningModule):
         schedule: ScheduleOptions,
         num_steps: int,
         micro_batch_rows: int,
+        autocast: Callable[[], AbstractContextManager] = nullcontext,
+        scale_loss: bool = False,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -69,6 +78,11 @@ class TrainingModule(LightningModule):
         self._schedule = schedule
         self._num_steps = num_steps
         self._micro_batch_rows = micro_batch_rows
+        self._autocast = autocast
+        self._scale_loss = scale_loss
+        self._resumed_guards: dict[str, Any] = {}
+        self._scaler: LossScaler | None
+        self._skips: Skips
         self._fault: FaultFlag
         self._shared_stop: ranks.SharedStop
         self._loss: Tensor
@@ -86,6 +100,11 @@ class TrainingModule(LightningModule):
     def on_train_start(self) -> None:
         self._fault = FaultFlag(self.device)
         self._shared_stop = ranks.SharedStop(self.device)
+        self._scaler = LossScaler(self.device) if self._scale_loss else None
+        self._skips = Skips(self.device, self._optimizer_options.skip_norm, self._scaler)
+        self._skips.count += self._resumed_guards.get("skipped_steps", 0)
+        if self._scaler is not None and "loss_scaler" in self._resumed_guards:
+            self._scaler.load_state_dict(self._resumed_guards["loss_scaler"])
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> int | None:
         if self.stops:
@@ -101,10 +120,10 @@ class TrainingModule(LightningModule):
         micro_batches = list(zip(*(tensor.split(self._micro_batch_rows) for tensor in batch.values()), strict=True))
         for number, rows in enumerate(micro_batches, 1):
             micro_batch = dict(zip(batch, rows, strict=True))
-            loss = self._sum_nll(*self._head_arguments(micro_batch)) / num_targets
-            averaged = self._gradients_averaged(number == len(micro_batches))
-            with averaged, torch.autocast(self.device.type, enabled=False):  # backward takes the forward's dtypes
-                self.manual_backward(loss)
+            with self._autocast():
+                loss = self._sum_nll(*self._head_arguments(micro_batch)) / num_targets
+            with self._gradients_averaged(number == len(micro_batches)):
+                self.manual_backward(loss if self._scaler is None else self._scaler.scale(loss))
             losses.append(loss.detach())
         self._loss = ranks.averaged(torch.stack(losses).sum())
 
@@ -114,17 +133,25 @@ class TrainingModule(LightningModule):
         optimizer.step()
         optimizer.zero_grad(set_to_none=self.trainer.world_size == 1)  # otherwise they are views of DDP's buckets
         self._fault.watch(self.global_step)
+        measured = {"loss": self._loss, "grad_norm": self._grad_norm}
+        if self._skips.expected:
+            measured["skipped_steps"] = self._skips.count.clone()
+        if self._scaler is not None:
+            measured["loss_scale"] = self._scaler.current()
+            self._scaler.update()
         peaks = self._optimizer_options.learning_rates()
-        learning_rates = {name: factor * peak for name, peak in peaks.items()}
-        return {"loss": self._loss, "grad_norm": self._grad_norm, **learning_rates}
+        return measured | {name: factor * peak for name, peak in peaks.items()}
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        if self._scaler is not None:
+            self._scaler.unscale(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._grad_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        self._grad_norm = get_total_norm([p.grad for p in parameters if p.grad is not None]).float()
         if self._optimizer_options.clip_norm is not None:
             clip_grads_with_norm_(parameters, self._optimizer_options.clip_norm, self._grad_norm)
-        self._fault.mark(self._loss, self._grad_norm)
-        optimizer.found_inf = self._fault.found_inf
+        skipped = self._skips.mark(self._grad_norm)
+        self._fault.mark(self._loss, self._grad_norm.masked_fill(skipped, 0.0))
+        optimizer.found_inf = torch.maximum(self._fault.found_inf, skipped)
 
     def on_train_batch_end(self, outputs: dict[str, Any], batch: dict[str, Tensor], batch_idx: int) -> None:
         if self.global_step == self._num_steps:
@@ -148,8 +175,9 @@ class TrainingModule(LightningModule):
         self._validation_sums = torch.zeros(4, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        hidden, weight, targets = self._head_arguments(batch)
-        nll = self._token_nll(hidden, weight, targets).double()
+        with self._autocast():
+            hidden, weight, targets = self._head_arguments(batch)
+            nll = self._token_nll(hidden, weight, targets).double()
         scored = targets != IGNORED
         num_bytes = torch.where(scored, self.bytes_per_token[targets.clamp(min=0)], 0)
         sums = [nll.sum(), scored.sum(), torch.where(num_bytes > 0, nll, 0).sum(), num_bytes.sum()]
@@ -164,6 +192,9 @@ class TrainingModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.finish_step()
+        checkpoint[GUARDS] = {"skipped_steps": int(self._skips.count)}
+        if self._scaler is not None:
+            checkpoint[GUARDS]["loss_scaler"] = self._scaler.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse another model's checkpoint; for training, continue at the step it was taken at.
@@ -182,12 +213,13 @@ class TrainingModule(LightningModule):
             )
         checkpoint["loops"]["fit_loop"] = fit_loop_state(self.trainer, step, self._num_steps)
         self.trainer.datamodule.start_step = step
+        self._resumed_guards = checkpoint[GUARDS]
 
-    def _gradients_averaged(self, now: bool) -> contextlib.AbstractContextManager[None]:
+    def _gradients_averaged(self, now: bool) -> AbstractContextManager[None]:
         """A backward after which gradients are those of all ranks, or, not `now`, those of this one as yet."""
         strategy = self.trainer.strategy
         several = isinstance(strategy, ParallelStrategy)
-        return strategy.block_backward_sync() if several and not now else contextlib.nullcontext()
+        return strategy.block_backward_sync() if several and not now else nullcontext()
 
     def _head_arguments(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         hidden = self.model(batch["inputs"], batch.get("documents"))

@@ -27,6 +27,8 @@ class OptimizerOptions:
     """Decay of matrices, embeddings included; norms and biases never decay."""
     clip_norm: float | None
     """Largest norm of a step's gradient, over all parameters together; null: no clipping."""
+    skip_norm: float | None
+    """A step whose gradient has a larger norm, before clipping, is not applied and counted; null: all are applied."""
 
     def resolve(self, hidden_size: int) -> "OptimizerOptions":
         """Return the options with the learning rate written out."""
@@ -47,6 +49,11 @@ class OptimizerOptions:
         if self.clip_norm is not None and not 0 < self.clip_norm < inf:
             problems.append(
                 f"optimizer.clip_norm={self.clip_norm} must be above 0 and finite; to clip nothing, say null"
+            )
+        if self.skip_norm is not None and not (self.clip_norm or 0) < self.skip_norm < inf:
+            problems.append(
+                f"optimizer.skip_norm={self.skip_norm} must be above optimizer.clip_norm={self.clip_norm}, or nothing "
+                "would be clipped, and finite; to skip nothing, say null"
             )
         return problems + self._not_below_one("beta1", "beta2")
 

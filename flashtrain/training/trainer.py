@@ -23,7 +23,6 @@ def build_trainer(
     *,
     device_type: str,
     ranks: Ranks,
-    precision: str,
     num_steps: int,
     validate_every: int,
     checkpoint_every: int,
@@ -41,7 +40,6 @@ def build_trainer(
 
     Args:
         device_type: "cpu", or "cuda" for a GPU on each rank.
-        precision: "32-true" or "bf16-mixed", as Lightning calls them.
         validate_every, checkpoint_every, log_every: in optimizer steps; the last step always has all three.
         keep_last: how many checkpoints with names by step are kept beside the last and the best.
         flops_per_token: name of an MFU in the logs -> its count of FLOPs; used where `peak_flops`, of all ranks
@@ -54,7 +52,6 @@ def build_trainer(
         devices=ranks.per_machine,
         num_nodes=ranks.machines,
         strategy="auto" if ranks.world_size == 1 else Replicas(device_type),
-        precision=precision,
         max_epochs=1,
         check_val_every_n_epoch=None,
         val_check_interval=validate_every,

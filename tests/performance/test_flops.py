@@ -34,6 +34,8 @@ def test_mfu_is_a_share_of_the_dense_peak_and_none_without_one():
     for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
         assert peak_flops(name, torch.bfloat16) == 989e12
     assert peak_flops("NVIDIA H200", torch.float32) == 67e12
+    assert peak_flops("NVIDIA H200", torch.float32, tf32=True) == 989e12 / 2
+    assert peak_flops("NVIDIA H200", torch.bfloat16, tf32=True) == 989e12
     assert mfu(460_000, 1e9, peak_flops("NVIDIA H200", torch.bfloat16)) == pytest.approx(0.4651, abs=1e-4)
     assert mfu(460_000, 1e9, peak_flops("NVIDIA GeForce RTX 4090", torch.bfloat16)) is None
 

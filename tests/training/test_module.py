@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from tiny_training import (
     ADAMW,
     COSINE,
+    GPU,
     MUON,
     ROWS,
     VOCAB,
@@ -35,7 +36,6 @@ from flashtrain.training.schedule import learning_rate_factor
 
 NUM_STEPS = 12
 
-GPU = {"device_type": "cuda", "precision": "bf16-mixed"}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 each_optimizer = pytest.mark.parametrize("options", [ADAMW, MUON], ids=lambda options: options.name)
 
@@ -269,8 +269,8 @@ def test_a_step_never_waits_for_the_gpu(tmp_path, options):
         def on_train_batch_end(self, *_):
             torch.cuda.set_sync_debug_mode("default")
 
-    trainer = make_trainer(tmp_path, 6, callbacks=[Strict()], **GPU)
-    module = make_module(6, micro_batch_rows=3, optimizer=options)
+    trainer = make_trainer(tmp_path, 6, callbacks=[Strict()], device_type="cuda")
+    module = make_module(6, micro_batch_rows=3, optimizer=options, device=GPU)
     trainer.fit(module, datamodule=Steps(6))
     assert trainer.global_step == 6
 
@@ -279,24 +279,14 @@ def test_a_step_never_waits_for_the_gpu(tmp_path, options):
 @needs_gpu
 @each_optimizer
 def test_nan_loss_on_the_gpu_names_its_step(tmp_path, options):
-    module, history = make_module(NUM_STEPS, optimizer=options), History()
-    trainer = make_trainer(tmp_path, NUM_STEPS, callbacks=[history], **GPU)
+    module, history = make_module(NUM_STEPS, optimizer=options, device=GPU), History()
+    trainer = make_trainer(tmp_path, NUM_STEPS, callbacks=[history], device_type="cuda")
     with pytest.raises(UserError, match="^step 7: "):
         trainer.fit(module, datamodule=Steps(NUM_STEPS, empty_from(6)))
     assert_same_weights(weights(module.cuda()), history.weights[5])
 
 
-# Precision and compilation
-
-
-def test_bf16_runs_the_model_in_bf16_and_keeps_fp32_weights_and_gradients(tmp_path):
-    module, dtypes = make_module(NUM_STEPS), set()
-    module.model.mix.register_forward_hook(lambda _, __, output: dtypes.add(output.dtype))
-    module.model.mix.weight.register_hook(lambda gradient: dtypes.add(gradient.dtype))
-    history = fit(tmp_path, module, Steps(NUM_STEPS), precision="bf16-mixed")
-    assert dtypes == {torch.bfloat16, torch.float32}
-    assert {tensor.dtype for tensor in weights(module).values()} == {torch.float32}
-    assert history.outputs[-1]["loss"] < history.outputs[0]["loss"]
+# Compilation
 
 
 def test_compiling_in_place_renames_nothing_in_a_checkpoint(tmp_path):

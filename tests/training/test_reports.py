@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_training import LENGTH, ROWS, Steps, StopAt, make_module, make_trainer
+from tiny_training import GPU, LENGTH, ROWS, Steps, StopAt, make_module, make_trainer
 
 from flashtrain.training.loggers import CsvLogger, build_loggers
 from flashtrain.training.meter import SpeedMeter
@@ -259,10 +259,10 @@ def test_no_report_waits_for_the_gpu(tmp_path):
         def on_train_batch_end(self, *_):
             torch.cuda.set_sync_debug_mode("default")
 
-    gpu = {"device_type": "cuda", "precision": "bf16-mixed"}
-    trainer = make_trainer(tmp_path, 6, log_every=1, callbacks=[First()], loggers=[CsvLogger(tmp_path)], **gpu)
+    gpu = {"device_type": "cuda", "loggers": [CsvLogger(tmp_path)]}
+    trainer = make_trainer(tmp_path, 6, log_every=1, callbacks=[First()], **gpu)
     trainer.callbacks.append(Last())
-    trainer.fit(make_module(6), datamodule=Steps(6))
+    trainer.fit(make_module(6, device=GPU), datamodule=Steps(6))
     assert [row["step"] for row in rows(tmp_path / "train.csv")] == [str(step) for step in range(1, 7)]
     assert float(rows(tmp_path / "train.csv")[-1]["peak_memory_gib"]) > 0
 
