@@ -87,7 +87,7 @@ def run(config: Config) -> None:
     predicted = _predicted_peak(config, made, shape)
     log.info("memory: predicted peak %s", predicted)
     with ranks.together():
-        with _a_full_disk_said(folder):
+        with _failures_of_the_machine_said(folder):
             trainer.fit(module, data, ckpt_path=checkpoint if step else None)
         if trainer.global_step < config.train.steps:
             _say(console, f"stopped after step {trainer.global_step}; continue with resume={folder}")
@@ -101,10 +101,18 @@ def run(config: Config) -> None:
 
 
 @contextlib.contextmanager
-def _a_full_disk_said(folder: Path) -> Iterator[None]:
-    """Reword what a log raises that has no room; a checkpoint has its own sentence."""
+def _failures_of_the_machine_said(folder: Path) -> Iterator[None]:
+    """Reword what a log raises that has no room, where a checkpoint has its own sentence, and a killed data worker."""
     try:
         yield
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker (pid"):
+            raise
+        reason = str(error).partition(") ")[2].split(".")[0]
+        raise UserError(
+            f"a process that reads data ended ({reason}), often for want of memory; say resume={folder}, with fewer "
+            "trainer.data_workers"
+        ) from error
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

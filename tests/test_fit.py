@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import signal
@@ -95,7 +96,7 @@ def test_each_precision_from_the_command_to_the_evaluation(tmp_path, caplog, cap
     assert {"skipped_steps", "loss_scale"} <= set(columns)
     capsys.readouterr()
     run_command("python -m flashtrain.evaluate run=bf16-true")
-    assert "bfloat16 on cpu" in capsys.readouterr().out
+    assert "bfloat16 on cpu" in " ".join(capsys.readouterr().out.split())
 
 
 def test_one_text_file_is_enough(tmp_path, caplog):
@@ -116,16 +117,21 @@ def weights_of(folder):
     return torch.load(folder / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
 
 
-def train_until(monkeypatch, step, *overrides):
+def at_step(monkeypatch, step, action):
+    """Do `action` when step `step` is reported."""
     report = Reporter._report
 
-    def report_and_interrupt(self, trainer, reported, outputs):
+    def report_and_act(self, trainer, reported, outputs):
         report(self, trainer, reported, outputs)
         if reported == step:
-            signal.raise_signal(signal.SIGINT)
+            action()
 
+    monkeypatch.setattr(Reporter, "_report", report_and_act)
+
+
+def train_until(monkeypatch, step, *overrides):
     with monkeypatch.context() as patch:
-        patch.setattr(Reporter, "_report", report_and_interrupt)
+        at_step(patch, step, lambda: signal.raise_signal(signal.SIGINT))
         train(*overrides)
 
 
@@ -180,6 +186,35 @@ def test_a_full_disk_ends_in_one_sentence_and_a_run_that_continues(tmp_path, mon
         assert not list((tmp_path / "run").rglob(".*"))
     train(*same)
     assert "bits per byte: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", [0, 2], ids="{}-workers".format)
+def test_tokens_cut_short_under_a_run_end_it_in_one_sentence_that_names_them(tmp_path, monkeypatch, workers, capsys):
+    def cut():
+        [path] = (tmp_path / ".flashtrain").rglob("train.tokens")
+        path.write_bytes(path.read_bytes()[:1001])
+
+    settings = ["output=run", "train.steps=40", "train.log_every=1", "train.checkpoint_every=1"]
+    with monkeypatch.context() as patch:
+        at_step(patch, 2, cut)  # read a step late
+        told = sentence_of(*settings, f"trainer.data_workers={workers}")
+    folder = told.split("; delete ")[1].removesuffix(" to build it anew")
+    assert told.startswith(f"error: {folder}/train.tokens is damaged (it ends after 500 of its ") and "\n" not in told
+    assert read_checkpoint(tmp_path / "run/checkpoints/last.ckpt")["global_step"] >= 1
+    shutil.rmtree(folder)
+    capsys.readouterr()
+    run_command("python train.py resume=run")
+    assert "bits per byte: " in capsys.readouterr().out
+
+
+def test_a_data_worker_that_is_killed_ends_the_run_in_one_sentence(tmp_path, monkeypatch):
+    def kill():
+        multiprocessing.active_children()[0].kill()
+
+    at_step(monkeypatch, 2, kill)
+    told = sentence_of("output=run", "train.steps=400", "train.log_every=1", "trainer.data_workers=2")
+    assert "a process that reads data ended (" in told and "; say resume=run, with fewer trainer.data_workers" in told
+    assert "\n" not in told
 
 
 def test_a_run_without_a_checkpoint_yet_starts_again(tmp_path, caplog):

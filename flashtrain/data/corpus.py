@@ -1,4 +1,4 @@
-"""Documents as tokens on disk: built once for a content and a tokenizer, then mapped into memory.
+"""Documents as tokens on disk: built once for a content and a tokenizer, then read from there.
 
 Decides the layout on disk: a folder with tokens and document offsets of both splits and meta.json, written
 aside and renamed when whole.
@@ -17,6 +17,7 @@ from filelock import FileLock
 from flashtrain.data.digest import record_digest
 from flashtrain.data.documents import Source
 from flashtrain.data.split import TRAIN, VALIDATION, split_documents
+from flashtrain.data.token_file import TokenFile
 from flashtrain.data.tokenizer import Tokenizer
 from flashtrain.errors import UserError
 
@@ -31,8 +32,8 @@ CHARACTERS_PER_BATCH = 1 << 20
 class TokenStream:
     """The documents of a split, one after another, each with the tokenizer's prefix token before it."""
 
-    tokens: np.ndarray
-    """(num_tokens,) uint16 or uint32, mapped from disk."""
+    tokens: np.ndarray | TokenFile
+    """(num_tokens,) uint16 or uint32."""
     offsets: np.ndarray
     """(num_documents + 1,) int64: document i is tokens[offsets[i] : offsets[i + 1]]."""
     num_bytes: int
@@ -47,7 +48,7 @@ class TokenStream:
         return len(self.tokens)
 
     def document(self, i: int) -> np.ndarray:
-        """(length,) the prefix token and the tokens of document i, a view."""
+        """(length,) the prefix token and the tokens of document i."""
         return self.tokens[self.offsets[i] : self.offsets[i + 1]]
 
     def num_rows(self, sequence_length: int) -> int:
@@ -55,7 +56,7 @@ class TokenStream:
         return (self.num_tokens - 1) // sequence_length
 
     def row(self, i: int, sequence_length: int) -> np.ndarray:
-        """(sequence_length + 1,) row i, a view: inputs without the last token, targets without the first."""
+        """(sequence_length + 1,) row i: inputs without the last token, targets without the first."""
         start = i * sequence_length
         return self.tokens[start : start + sequence_length + 1]
 
@@ -199,9 +200,11 @@ def _load(folder: Path, source: Source, tokenizer: Tokenizer) -> Corpus:
     streams = {}
     for split, num_bytes in meta["num_bytes"].items():
         tokens_file, offsets_file = _stream_files(folder, split)
-        tokens, offsets = np.memmap(tokens_file, tokenizer.dtype, "r"), np.load(offsets_file)
-        if len(tokens) != offsets[-1]:
-            raise ValueError(f"{tokens_file.name} has {len(tokens)} tokens instead of {offsets[-1]}")
+        offsets, size = np.load(offsets_file), tokens_file.stat().st_size
+        expected = int(offsets[-1]) * tokenizer.dtype.itemsize
+        if size != expected:
+            raise ValueError(f"{tokens_file.name} has {size} bytes instead of {expected}")
+        tokens = TokenFile(tokens_file, tokenizer.dtype, int(offsets[-1]), tokenizer.vocab_size)
         streams[split] = TokenStream(tokens, offsets, num_bytes)
     found = {key: meta[key] for key in ("num_empty", "num_repeated", "cut")}
     return Corpus(folder.name, source.label, tokenizer.name, **found, **streams)

@@ -73,6 +73,12 @@ class StepDataModule(L.LightningDataModule):
         batches = [rows[start : start + size] for start in range(0, len(rows), size)]
         return self._loader(self.corpus.validation, batches, num_workers=0)
 
+    def on_before_batch_transfer(self, batch: Batch | UserError, dataloader_idx: int) -> Batch:
+        """Lightning calls it in the process that trains, wherever the batch was read."""
+        if isinstance(batch, UserError):
+            raise batch
+        return batch
+
     def _loader(self, stream: TokenStream, batches: Iterable[np.ndarray], num_workers: int) -> DataLoader:
         rows = _Rows(stream, self.sequence_length, self.isolate_documents)
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
@@ -87,14 +93,23 @@ class StepDataModule(L.LightningDataModule):
 
 
 class _Rows(Dataset):
-    """Indexed by all rows of a batch at once."""
+    """Indexed by all rows of a batch at once.
+
+    A mistake of the user is returned instead of raised, since torch wraps what a worker raises in text of its own.
+    """
 
     def __init__(self, stream: TokenStream, sequence_length: int, isolate_documents: bool) -> None:
         self._stream = stream
         self._sequence_length = sequence_length
         self._isolate_documents = isolate_documents
 
-    def __getitem__(self, rows: np.ndarray) -> Batch:
+    def __getitem__(self, rows: np.ndarray) -> Batch | UserError:
+        try:
+            return self._read(rows)
+        except UserError as mistake:
+            return mistake
+
+    def _read(self, rows: np.ndarray) -> Batch:
         tokens = np.stack([self._stream.row(row, self._sequence_length) for row in rows]).astype(np.int64)
         batch = {"inputs": tokens[:, :-1].copy(), "labels": tokens[:, 1:].copy()}
         if self._isolate_documents:

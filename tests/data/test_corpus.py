@@ -51,8 +51,9 @@ def test_streams_hold_every_document_behind_its_prefix(source, cache):
     for stream in (corpus.train, corpus.validation):
         assert stream.tokens.dtype == np.uint16 and stream.offsets.dtype == np.int64
         assert stream.offsets[0] == 0 and stream.offsets[-1] == stream.num_tokens
-        assert (stream.tokens[stream.offsets[:-1]] == BYTES.prefix_id).all()
-        assert (stream.tokens == BYTES.prefix_id).sum() == stream.num_documents
+        tokens = np.asarray(stream.tokens)
+        assert (tokens[stream.offsets[:-1]] == BYTES.prefix_id).all()
+        assert (tokens == BYTES.prefix_id).sum() == stream.num_documents
         assert stream.num_bytes == stream.num_tokens - stream.num_documents
     both = texts_of(corpus.train) + texts_of(corpus.validation)
     assert sorted(both) == sorted(numbered(40).values())
@@ -228,6 +229,42 @@ def test_damaged_corpus_names_the_folder_to_delete(source, cache, name, cut):
         opened(source, cache)
 
 
+def cut(path, itemsize):
+    path.write_bytes(path.read_bytes()[: 300 * itemsize + 1])
+
+
+def spoil(path, itemsize):
+    content = np.fromfile(path, f"u{itemsize}")
+    content[700] = 60_000
+    content.tofile(path)
+
+
+def remove(path, itemsize):
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (cut, "it ends after 300 of its {length} tokens"),
+        (spoil, "its token 700 is 60000, and the tokenizer has 257"),
+        (remove, "its tokens 600 to 800 cannot be read: No such file or directory"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_tokens_damaged_behind_our_back_name_their_file_and_place(source, cache, damage, reason):
+    stream = opened(source, cache).train
+    path, length = stream.tokens.path, stream.num_tokens
+    before = stream.tokens[200:300]
+    damage(path, stream.tokens.dtype.itemsize)
+    if damage is not remove:
+        np.testing.assert_array_equal(stream.tokens[200:300], before)
+    with pytest.raises(UserError) as told:
+        stream.tokens[600:800]
+    sentence = f"{path} is damaged ({reason.format(length=length)}); delete {path.parent} to build it anew"
+    assert str(told.value) == sentence
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("no space left"), RuntimeError()], ids=repr)
 def test_interrupted_build_leaves_nothing(source, cache, error):
     with pytest.raises((KeyboardInterrupt, UserError, RuntimeError)):
@@ -250,7 +287,7 @@ class Slow(ByteTokenizer):
 
 corpus.CHARACTERS_PER_BATCH = 50
 opened = corpus.open_corpus(text_source(sys.argv[1]), Slow(), cache_dir=sys.argv[2], validation_fraction=0.1)
-print(opened.fingerprint, opened.train.tokens.sum())
+print(opened.fingerprint, opened.train.tokens[:].sum())
 """
 
 
