@@ -77,10 +77,10 @@ def run(config: Config) -> None:
     corpus = open_data(config.data, made.tokenizer)
     shape = step_shape(config.train, config.trainer.micro_batch_tokens, mine.world_size)
     data = _data_module(config, corpus, shape)
-    module = _training_module(config, made, shape)
     if reason := evaluate.unscorable(corpus, config.eval):
         log.warning("perplexity by context will not be measured: %s", reason)
     folder = _folder(config, made, corpus, checkpoint, mine.world_size) if mine.is_first else Path(os.devnull)
+    module = _training_module(config, made, shape, folder)
     meter = SpeedMeter(config.train.tokens_per_step)
     trainer = _trainer(config, made, corpus, folder, mine, meter, console)
     log.info(_summary(config, made, corpus, shape, step))
@@ -158,7 +158,7 @@ def _data_module(config: Config, corpus: Corpus, shape: StepShape) -> StepDataMo
     return data
 
 
-def _training_module(config: Config, made: Assembly, shape: StepShape) -> TrainingModule:
+def _training_module(config: Config, made: Assembly, shape: StepShape, folder: Path) -> TrainingModule:
     head = {"vocab_size": made.model.options.vocab_size, "chunk_size": config.trainer.head_chunk_tokens}
     return TrainingModule(
         made.model,
@@ -171,6 +171,7 @@ def _training_module(config: Config, made: Assembly, shape: StepShape) -> Traini
         micro_batch_rows=shape.micro_batch_rows,
         autocast=made.device.autocast,
         scale_loss=made.device.dtype == torch.float16,
+        fault_folder=folder / runs.FAULT_FOLDER,
     )
 
 

@@ -1,6 +1,7 @@
 """The folder of a run: where each thing lies, and what is recorded so that its numbers can be traced.
 
     config.yaml  provenance.json  result.json  sample.txt  checkpoints/{last,best,step-N}.ckpt  logs/  evaluation/
+    faults/step-N.rank-R.pt
 
 A run that was converted from a checkpoint of Hugging Face's format has its tokenizer.json, too.
 """
@@ -29,6 +30,7 @@ CHECKPOINTS = {"last": LAST, "best": BEST}
 DEFAULT_CHECKPOINT = "last"
 RESUME_WORDS = ("auto", "must", "never")
 LOG_FOLDER = "logs"
+FAULT_FOLDER = "faults"
 EVALUATION_FOLDER = "evaluation"
 SAMPLE_FILE = "sample.txt"
 RESULT_FILE = "result.json"
@@ -174,6 +176,11 @@ def written(folder: Path) -> list[Path]:
     """What training left in the folder of a run, its evaluations apart."""
     files = [folder / name for name in (CONFIG_FILE, PROVENANCE_FILE, RESULT_FILE, SAMPLE_FILE)]
     return files + [path for part in (CHECKPOINT_FOLDER, LOG_FOLDER) for path in sorted((folder / part).glob("*"))]
+
+
+def faults(folder: Path) -> list[Path]:
+    """What a run has saved of steps with a NaN or Inf, in the order of steps."""
+    return sorted((folder / FAULT_FOLDER).glob("*.pt"), key=lambda path: path.stat().st_mtime)
 
 
 def read_provenance(folder: Path) -> dict[str, object]:

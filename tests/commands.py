@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from flashtrain import bench, check, convert, evaluate, explain, fit, generate
+from flashtrain import bench, check, convert, evaluate, explain, fit, generate, replay
 from flashtrain.config import RUN
 from flashtrain.entry import main
 
@@ -15,6 +15,7 @@ VERBS = {
     "-m flashtrain.evaluate": (evaluate.run, RUN),
     "-m flashtrain.generate": (generate.run, RUN),
     "-m flashtrain.convert": (convert.run, convert.ROOT),
+    "-m flashtrain.replay": (replay.run, RUN),
     "-m flashtrain.check": (check.run, check.ROOT),
     "-m flashtrain.bench": (bench.run, bench.ROOT),
     "-m flashtrain.explain": (explain.run, explain.ROOT),

@@ -5,6 +5,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 
@@ -16,6 +17,7 @@ from flashtrain import runs
 from flashtrain.training.callbacks import Reporter
 from flashtrain.training.checkpoint import read_checkpoint
 from flashtrain.training.loggers import CsvLogger
+from flashtrain.training.replay import read_fault
 
 
 @pytest.fixture(autouse=True)
@@ -311,9 +313,36 @@ def test_flash_v2_on_a_cpu_wants_the_interpreter(monkeypatch):
     assert "flash_v2 runs on cuda, or on cpu with TRITON_INTERPRET=1" in sentence_of("attention=flash_v2")
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_update_and_names_the_step(tmp_path):
+def test_a_loss_that_is_not_finite_stops_before_the_update_and_names_the_step(tmp_path, capsys):
     told = sentence_of("output=run", "optimizer.learning_rate=1e38", "optimizer.clip_norm=null", "train.steps=20")
     assert "error: step " in told and "the update was not applied" in told
+    step, rows = re.match(r"error: step (\d+): .* in rows (.*) of the training tokens, so", told).groups()
+    fault = f"run/faults/step-{step}.rank-0.pt"
+    assert f"its inputs are saved in {fault}, for `python -m flashtrain.replay`; " in told
+    batch = read_fault(tmp_path / fault)["batch"]
+    assert rows == ", ".join(map(str, batch["rows"].tolist()))
+    capsys.readouterr()
+    run_command("python -m flashtrain.replay run=run")
+    said = capsys.readouterr().out
+    assert said.startswith(f"step {step} of {fault} in float32 on cpu, attention sdpa_flash\n")
+    for row in batch["rows"].tolist():
+        assert f"row {row}: loss nan; first not finite after " in said
+    assert said.endswith("0 of 2 rows are finite by themselves\n")
+
+
+def test_replay_wants_a_run_that_found_a_fault(tmp_path):
+    train("output=run")
+    for setting, sentence in {
+        "run=run": "run has found no NaN or Inf: there is nothing in faults to replay",
+        "output=x": "output=x is not for this command, which takes run; leave it out",
+        "seed=1": "which run is meant",
+    }.items():
+        with pytest.raises(SystemExit, match=sentence):
+            run_command("python -m flashtrain.replay", setting)
+    (tmp_path / "run/faults").mkdir()
+    (tmp_path / "run/faults/step-3.rank-0.pt").write_text("nothing")
+    with pytest.raises(SystemExit, match="run/faults/step-3.rank-0.pt is not a fault that a training run has saved"):
+        run_command("python -m flashtrain.replay run=run")
 
 
 def test_resume_refuses_a_missing_or_broken_checkpoint_and_another_corpus(tmp_path, books):

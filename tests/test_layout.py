@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-VERBS = {"fit", "evaluate", "generate", "convert"}
+VERBS = {"fit", "evaluate", "generate", "replay", "convert"}
 
 DOOR = "kernels.attention"
 NOUNS = {"model", "data", "training", "evaluation", "performance", "interop"}

@@ -21,7 +21,8 @@ NOT_SCORED = -100  # cross-entropy's ignore index
 Batch = dict[str, torch.Tensor]
 """inputs and labels, each (rows, sequence_length) int64; a label is the token after its input. With documents apart
 also documents, the same shape in int32: which document of its row an input is of, never decreasing along the row; the
-label after a document's last input, the prefix token of the next, is `NOT_SCORED`."""
+label after a document's last input, the prefix token of the next, is `NOT_SCORED`. rows, (rows,) int64: which of the
+stream's each is."""
 
 
 class StepDataModule(L.LightningDataModule):
@@ -111,7 +112,7 @@ class _Rows(Dataset):
 
     def _read(self, rows: np.ndarray) -> Batch:
         tokens = np.stack([self._stream.row(row, self._sequence_length) for row in rows]).astype(np.int64)
-        batch = {"inputs": tokens[:, :-1].copy(), "labels": tokens[:, 1:].copy()}
+        batch = {"inputs": tokens[:, :-1].copy(), "labels": tokens[:, 1:].copy(), "rows": np.asarray(rows, np.int64)}
         if self._isolate_documents:
             documents = np.stack([self._stream.row_documents(row, self._sequence_length) for row in rows])
             batch["labels"][documents[:, 1:] != documents[:, :-1]] = NOT_SCORED

@@ -76,7 +76,7 @@ class Reporter(Callback):
         measured = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
         known = {name: value for name, value in metrics.items() if name not in measured}
         seconds_left = self._meter.seconds_for(self._num_steps - step)
-        self._pending = _Report(step, _LateScalars(measured), known, seconds_left)
+        self._pending = _Report(step, LateScalars(measured), known, seconds_left)
 
     def _tell(self, trainer: Trainer) -> None:
         """Finish the pending report, if there is one: its step is done or about to be."""
@@ -84,7 +84,7 @@ class Reporter(Callback):
             return
         report, self._pending = self._pending, None
         metrics = report.measured.read() | report.known
-        _log(trainer, {f"train/{name}": value for name, value in metrics.items()}, report.step)
+        log_metrics(trainer, {f"train/{name}": value for name, value in metrics.items()}, report.step)
         self._display.report(report.step, training_status(metrics, list(self._flops_per_token), report.seconds_left))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ class Reporter(Callback):
         if trainer.state.fn == "fit":
             self._meter.resume()
             step, metrics = trainer.global_step, pl_module.validation_metrics
-            _log(trainer, metrics, step)
+            log_metrics(trainer, metrics, step)
             self._display.note(step, validation_status(metrics["val/loss"], metrics["val/bits_per_byte"]))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -111,7 +111,7 @@ class Reporter(Callback):
         self._display.stop()
 
 
-class _LateScalars:
+class LateScalars:
     """Scalars that are copied from the device; to read them waits for their copy and for nothing queued after it."""
 
     def __init__(self, scalars: Mapping[str, Tensor]) -> None:
@@ -130,12 +130,12 @@ class _LateScalars:
 
 class _Report(NamedTuple):
     step: int
-    measured: _LateScalars
+    measured: LateScalars
     known: dict[str, float]
     seconds_left: float | None
 
 
-def _log(trainer: Trainer, metrics: Mapping[str, float], step: int) -> None:
+def log_metrics(trainer: Trainer, metrics: Mapping[str, float], step: int) -> None:
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step)
 

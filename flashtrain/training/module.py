@@ -8,6 +8,7 @@ and loss functions are given; how steps are reported and saved is the callbacks'
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from torch.optim import Optimizer
 from flashtrain import ranks
 from flashtrain.errors import UserError
 from flashtrain.model.head import IGNORED
-from flashtrain.training.checkpoint import check_same_model
-from flashtrain.training.faults import FaultFlag
+from flashtrain.training.checkpoint import check_same_model, written_whole
+from flashtrain.training.faults import FaultFlag, StepInputs
 from flashtrain.training.optim import OptimizerOptions, build_optimizer
 from flashtrain.training.resume import fit_loop_state
 from flashtrain.training.scaling import LossScaler
@@ -38,8 +39,9 @@ class TrainingModule(LightningModule):
     """Trains `model`: tokens (B, S) int64 and documents -> hidden states (B, S, C), with a `head_weight` (V, C).
 
     A batch is {"inputs": (R, S) int64, "labels": (R, S) int64}, the R rows of a whole step that are this rank's; a
-    label of -100 is not scored. It may have "documents", (R, S) int32, for the model; without, that gets None. Rows go
-    through the model `micro_batch_rows` at a time, to the same result as all at once on one rank.
+    label of -100 is not scored. It may have "documents", (R, S) int32, for the model; without, that gets None; and
+    "rows", (R) int64, by which a report names them. Rows go through the model `micro_batch_rows` at a time, to the same
+    result as all at once on one rank.
 
     Args:
         sum_nll: (hidden (N, C), weight (V, C), targets (N)) -> sum of -log p of the scored targets, fp32.
@@ -47,6 +49,7 @@ class TrainingModule(LightningModule):
         bytes_per_token: (vocabulary) int, UTF-8 bytes of a token; those of 0 do not count in bits per byte.
         autocast: makes the context that forwards run in.
         scale_loss: whether gradients pass through float16, so that the loss has to be scaled (scaling.py).
+        fault_folder: where the inputs of a step are kept whose loss or gradient is NaN or Inf; None for nowhere.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class TrainingModule(LightningModule):
         micro_batch_rows: int,
         autocast: Callable[[], AbstractContextManager] = nullcontext,
         scale_loss: bool = False,
+        fault_folder: Path | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -72,6 +76,8 @@ class TrainingModule(LightningModule):
         can be resumed."""
         self.validation_metrics: dict[str, float] = {}
         """`val/loss` (nats per target) and `val/bits_per_byte` of the last validation."""
+        self.skipped_before = 0
+        """Steps that were skipped before this process went on with the run."""
         self._sum_nll = sum_nll
         self._token_nll = token_nll
         self._optimizer_options = optimizer
@@ -80,7 +86,8 @@ class TrainingModule(LightningModule):
         self._micro_batch_rows = micro_batch_rows
         self._autocast = autocast
         self._scale_loss = scale_loss
-        self._resumed_guards: dict[str, Any] = {}
+        self._fault_folder = fault_folder
+        self._resumed_scaler: dict[str, Any] | None = None
         self._scaler: LossScaler | None
         self._skips: Skips
         self._fault: FaultFlag
@@ -98,13 +105,13 @@ class TrainingModule(LightningModule):
         return build_optimizer(self.model, self._optimizer_options)
 
     def on_train_start(self) -> None:
-        self._fault = FaultFlag(self.device)
+        self._fault = FaultFlag(self.device, self._keep)
         self._shared_stop = ranks.SharedStop(self.device)
         self._scaler = LossScaler(self.device) if self._scale_loss else None
         self._skips = Skips(self.device, self._optimizer_options.skip_norm, self._scaler)
-        self._skips.count += self._resumed_guards.get("skipped_steps", 0)
-        if self._scaler is not None and "loss_scaler" in self._resumed_guards:
-            self._scaler.load_state_dict(self._resumed_guards["loss_scaler"])
+        self._skips.count += self.skipped_before
+        if self._scaler is not None and self._resumed_scaler is not None:
+            self._scaler.load_state_dict(self._resumed_scaler)
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> int | None:
         if self.stops:
@@ -132,7 +139,7 @@ class TrainingModule(LightningModule):
             group["lr"] = factor * group["initial_lr"]
         optimizer.step()
         optimizer.zero_grad(set_to_none=self.trainer.world_size == 1)  # otherwise they are views of DDP's buckets
-        self._fault.watch(self.global_step)
+        self._fault.watch(StepInputs(self.global_step, batch, torch.stack(losses), self._micro_batch_rows))
         measured = {"loss": self._loss, "grad_norm": self._grad_norm}
         if self._skips.expected:
             measured["skipped_steps"] = self._skips.count.clone()
@@ -156,6 +163,19 @@ class TrainingModule(LightningModule):
     def on_train_batch_end(self, outputs: dict[str, Any], batch: dict[str, Tensor], batch_idx: int) -> None:
         if self.global_step == self._num_steps:
             self.trainer.should_stop = True  # makes Lightning validate the last step, whatever the interval
+
+    def _keep(self, inputs: StepInputs) -> str:
+        """Save what a faulty step was computed from, the weights before it included; return in words where."""
+        if self._fault_folder is None:
+            return ""
+        path = self._fault_folder / f"step-{inputs.step}.rank-{self.global_rank}.pt"
+        batch = {name: tensor.cpu() for name, tensor in inputs.batch.items()}
+        try:
+            with written_whole(path) as partial:
+                torch.save({"step": inputs.step, "batch": batch, "weights": self.model.state_dict()}, partial)
+        except UserError as refusal:
+            return f"its inputs are not saved ({refusal}); "
+        return f"its inputs are saved in {path}, for `python -m flashtrain.replay`; "
 
     def finish_step(self) -> None:
         """Wait until the device has done the last step.
@@ -213,7 +233,8 @@ class TrainingModule(LightningModule):
             )
         checkpoint["loops"]["fit_loop"] = fit_loop_state(self.trainer, step, self._num_steps)
         self.trainer.datamodule.start_step = step
-        self._resumed_guards = checkpoint[GUARDS]
+        self.skipped_before = checkpoint[GUARDS]["skipped_steps"]
+        self._resumed_scaler = checkpoint[GUARDS].get("loss_scaler")
 
     def _gradients_averaged(self, now: bool) -> AbstractContextManager[None]:
         """A backward after which gradients are those of all ranks, or, not `now`, those of this one as yet."""

@@ -17,6 +17,7 @@ from flashtrain.training.meter import SpeedMeter
 from flashtrain.training.profiler import DataWait, TraceSteps
 from flashtrain.training.progress import choose_display
 from flashtrain.training.replicas import Replicas
+from flashtrain.training.spikes import UnusualSteps
 
 
 def build_trainer(
@@ -47,6 +48,7 @@ def build_trainer(
         trace: profiles steps; None for no profile.
     """
     _silence()
+    display = choose_display(console)
     return Trainer(
         accelerator=device_type,
         devices=ranks.per_machine,
@@ -60,12 +62,13 @@ def build_trainer(
         callbacks=[
             Reporter(
                 meter,
-                choose_display(console),
+                display,
                 num_steps=num_steps,
                 log_every=log_every,
                 flops_per_token=flops_per_token,
                 peak_flops=peak_flops,
             ),
+            UnusualSteps(display),
             StopOnSignal(),
             *([] if trace is None else [trace]),
             Checkpoints(checkpoint_folder, checkpoint_every, keep_last, meter),

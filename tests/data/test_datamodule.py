@@ -96,7 +96,8 @@ def test_a_batch_is_a_whole_step_of_inputs_and_next_tokens(tmp_path):
     module, trainer = fit(data_module(), tmp_path)
     assert trainer.global_step == len(module.train_batches) == 12
     for step, batch in enumerate(module.train_batches):
-        assert rows_in(batch) == rows_for_step(step, seed=1, rows_per_step=4, num_rows=30).tolist()
+        expected = rows_for_step(step, seed=1, rows_per_step=4, num_rows=30).tolist()
+        assert rows_in(batch) == batch["rows"].tolist() == expected
         assert batch["inputs"].shape == batch["labels"].shape == (4, S)
         assert batch["inputs"].dtype == batch["labels"].dtype == torch.int64
         assert batch["inputs"].is_contiguous() and batch["labels"].is_contiguous()
@@ -232,7 +233,7 @@ def test_training_and_validation_rows_are_made_alike():
 
 def test_with_the_switch_off_there_are_no_documents_and_all_labels():
     on, off = (rows_of(apart(switch).val_dataloader()) for switch in (True, False))
-    assert set(off) == {"inputs", "labels"}
+    assert set(off) == {"inputs", "labels", "rows"}
     assert torch.equal(on["inputs"], off["inputs"])
     assert torch.equal(off["labels"].flatten()[:-1], off["inputs"].flatten()[1:])
 
