@@ -84,7 +84,7 @@ def run(config: Config) -> None:
     meter = SpeedMeter(config.train.tokens_per_step)
     trainer = _trainer(config, made, corpus, folder, mine, meter, console)
     log.info(_summary(config, made, corpus, shape, step))
-    predicted = _predicted_peak(config, made, shape)
+    predicted = predicted_peak(config, made, shape)
     log.info("memory: predicted peak %s", predicted)
     with ranks.together():
         with _failures_of_the_machine_said(folder):
@@ -277,7 +277,8 @@ def _summary(config: Config, made: Assembly, corpus: Corpus, shape: StepShape, s
     )
 
 
-def _predicted_peak(config: Config, made: Assembly, shape: StepShape) -> StepMemory:
+def predicted_peak(config: Config, made: Assembly, shape: StepShape) -> StepMemory:
+    """The fullest moment of a step of that run; of the model only shapes and dtypes are read."""
     micro_batch = MicroBatch(
         shape.micro_batch_rows,
         config.train.sequence_length,

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from flashtrain import bench, check, convert, evaluate, explain, fit, generate, replay
-from flashtrain.config import RUN
+from flashtrain.config import RUN, Config
 from flashtrain.entry import main
 
 # command -> the verb and the settings it takes
@@ -69,6 +69,16 @@ SMALL_EXPLAIN = [
     "window=10",
     "longest_document=40",
 ]
+
+
+def compose(*overrides: str) -> Config:
+    """The settings that `python train.py` takes from these words, without running it."""
+    received = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", *overrides])
+        main(received.append)
+    (config,) = received
+    return config
 
 
 def run_command(line: str, *overrides: str) -> None:
