@@ -6,6 +6,7 @@ for; `best.ckpt` has the lowest validation loss.
 """
 
 import contextlib
+import logging
 import os
 import pickle
 import re
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 
 from flashtrain.errors import UserError
 from flashtrain.training.meter import SpeedMeter
+
+log = logging.getLogger(__name__)
 
 LAST, BEST = "last.ckpt", "best.ckpt"
 MODEL_PREFIX = "model."
@@ -112,7 +115,8 @@ def written_whole(path: Path) -> Iterator[Path]:
             f"cannot write {path} ({refusal.strerror}); the one before it is whole: make room and resume"
         ) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(NotADirectoryError):
+            partial.unlink(missing_ok=True)
 
 
 def _flush(path: Path) -> None:
@@ -171,6 +175,7 @@ class Checkpoints(Checkpoint):
         self._meter = meter
         self._best_loss = float("inf")
         self._last_step: int | None = None
+        self._said = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"best_loss": self._best_loss, "meter": self._meter.state_dict()}
@@ -202,6 +207,10 @@ class Checkpoints(Checkpoint):
         if trainer.global_step != self._last_step:
             self._last_step = trainer.global_step
             self._save(trainer, LAST)
+            if not self._said:
+                self._said = True
+                size = (self._folder / LAST).stat().st_size
+                log.info("checkpoints: %.1f MiB each, at most %d", size / 2**20, self._keep_last + 2)
             if self._keep_last and trainer.is_global_zero:
                 keep_by_step(self._folder, self._last_step, self._keep_last)
 

@@ -132,14 +132,15 @@ class TrainingModule(LightningModule):
             with self._gradients_averaged(number == len(micro_batches)):
                 self.manual_backward(loss if self._scaler is None else self._scaler.scale(loss))
             losses.append(loss.detach())
-        self._loss = ranks.averaged(torch.stack(losses).sum())
+        losses = torch.stack(losses)
+        self._loss = ranks.averaged(losses.sum())
 
         factor = learning_rate_factor(self.global_step, self._num_steps, self._schedule)
         for group in optimizer.param_groups:
             group["lr"] = factor * group["initial_lr"]
         optimizer.step()
         optimizer.zero_grad(set_to_none=self.trainer.world_size == 1)  # otherwise they are views of DDP's buckets
-        self._fault.watch(StepInputs(self.global_step, batch, torch.stack(losses), self._micro_batch_rows))
+        self._fault.watch(StepInputs(self.global_step, batch, losses, self._micro_batch_rows))
         measured = {"loss": self._loss, "grad_norm": self._grad_norm}
         if self._skips.expected:
             measured["skipped_steps"] = self._skips.count.clone()

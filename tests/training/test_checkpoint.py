@@ -124,6 +124,14 @@ def test_a_full_disk_ends_training_in_one_sentence(tmp_path, monkeypatch):
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
+def test_what_checkpoints_take_of_the_disk_is_said_once(tmp_path, caplog):
+    caplog.set_level("INFO", logger="flashtrain")
+    make_trainer(tmp_path, NUM_STEPS, checkpoint_every=2, keep_last=3).fit(make_module(NUM_STEPS), Steps(NUM_STEPS))
+    size = (tmp_path / "checkpoints" / "last.ckpt").stat().st_size / 2**20
+    assert caplog.messages == [f"checkpoints: {size:.1f} MiB each, at most 5"]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 5
+
+
 def names_and_steps(folder):
     return {path.name: read_checkpoint(path)["global_step"] for path in folder.iterdir()}
 
