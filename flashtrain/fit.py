@@ -108,7 +108,7 @@ def _failures_of_the_machine_said(folder: Path) -> Iterator[None]:
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker (pid"):
             raise
-        reason = str(error).partition(") ")[2].split(".")[0]
+        reason = str(error).rpartition(") ")[2].split(".")[0]
         raise UserError(
             f"a process that reads data ended ({reason}), often for want of memory; say resume={folder}, with fewer "
             "trainer.data_workers"

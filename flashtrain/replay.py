@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flashtrain import runs
-from flashtrain.assembly import assemble
+from flashtrain.assembly import Assembly, assemble
 from flashtrain.config import Config, refuse_all_but
 from flashtrain.entry import main
 from flashtrain.errors import UserError
@@ -25,17 +25,22 @@ def run(config: Config) -> None:
     refuse_all_but(("run",), config)
     if config.run is None:
         raise UserError("which run is meant? Say run=DIR, a folder that train.py made")
-    faults = runs.faults(Path(config.run))
-    if not faults:
+    paths = runs.last_fault(Path(config.run))
+    if not paths:
         raise UserError(f"{config.run} has found no NaN or Inf: there is nothing in {runs.FAULT_FOLDER} to replay")
-    fault = read_fault(faults[-1])
     made = assemble(config, trains=True)
-    check_same_model(made.model.state_dict(), fault["weights"], faults[-1])
+    for path in paths:
+        _replay(path, made, config.trainer.head_chunk_tokens, Console())
+
+
+def _replay(path: Path, made: Assembly, head_chunk_tokens: int, console: Console) -> None:
+    fault = read_fault(path)
+    check_same_model(made.model.state_dict(), fault["weights"], path)
     made.model.load_state_dict(fault["weights"])
-    head = {"vocab_size": made.model.options.vocab_size, "chunk_size": config.trainer.head_chunk_tokens}
+    head = {"vocab_size": made.model.options.vocab_size, "chunk_size": head_chunk_tokens}
     sum_nll = functools.partial(summed_cross_entropy, **head)
-    console, num_finite = Console(), 0
-    _say(console, f"step {fault['step']} of {faults[-1]} in {made.device}, attention {made.variant}")
+    num_finite = 0
+    _say(console, f"step {fault['step']} of {path} in {made.device}, attention {made.variant}")
     for outcome in replay(made.model, sum_nll, fault["batch"], made.device.autocast):
         num_finite += outcome.finite
         if not outcome.finite:

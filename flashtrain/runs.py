@@ -178,9 +178,10 @@ def written(folder: Path) -> list[Path]:
     return files + [path for part in (CHECKPOINT_FOLDER, LOG_FOLDER) for path in sorted((folder / part).glob("*"))]
 
 
-def faults(folder: Path) -> list[Path]:
-    """What a run has saved of steps with a NaN or Inf, in the order of steps."""
-    return sorted((folder / FAULT_FOLDER).glob("*.pt"), key=lambda path: path.stat().st_mtime)
+def last_fault(folder: Path) -> list[Path]:
+    """What a run has saved of the last step with a NaN or Inf, a file for each rank; none where it has found none."""
+    found = sorted((folder / FAULT_FOLDER).glob("step-*.rank-*.pt"), key=lambda path: path.stat().st_mtime)
+    return sorted(path for path in found if path.name.partition(".")[0] == found[-1].name.partition(".")[0])
 
 
 def read_provenance(folder: Path) -> dict[str, object]:
