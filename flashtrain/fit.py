@@ -87,7 +87,7 @@ def run(config: Config) -> None:
     predicted = predicted_peak(config, made, shape)
     log.info("memory: predicted peak %s", predicted)
     with ranks.together():
-        with _failures_of_the_machine_said(folder):
+        with _failures_of_the_machine_said(folder, config.trainer.data_workers):
             trainer.fit(module, data, ckpt_path=checkpoint if step else None)
         if trainer.global_step < config.train.steps:
             _say(console, f"stopped after step {trainer.global_step}; continue with resume={folder}")
@@ -101,14 +101,16 @@ def run(config: Config) -> None:
 
 
 @contextlib.contextmanager
-def _failures_of_the_machine_said(folder: Path) -> Iterator[None]:
+def _failures_of_the_machine_said(folder: Path, data_workers: int) -> Iterator[None]:
     """Reword what a log raises that has no room, where a checkpoint has its own sentence, and a killed data worker."""
     try:
         yield
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker (pid"):
+    except (RuntimeError, EOFError, ConnectionError) as error:
+        told = str(error)
+        of_a_worker = told.startswith("DataLoader worker (pid") or not isinstance(error, RuntimeError)
+        if not (data_workers and of_a_worker):
             raise
-        reason = str(error).rpartition(") ")[2].split(".")[0]
+        reason = told.rpartition(") ")[2].split(".")[0] or "while it sent a batch"
         raise UserError(
             f"a process that reads data ended ({reason}), often for want of memory; say resume={folder}, with fewer "
             "trainer.data_workers"

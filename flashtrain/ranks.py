@@ -11,12 +11,15 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flashtrain.errors import UserError
+
+T = TypeVar("T")
 
 SECONDS_FOR_THE_FIRST = 10.0
 """For how long other ranks leave it to the first to come to the mistake that they have found, and to end them."""
@@ -101,6 +104,15 @@ def largest(values: Mapping[str, float], device: torch.device) -> Mapping[str, f
     tensor = torch.stack([torch.full((), value, dtype=torch.float64, device=device) for value in values.values()])
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return dict(zip(values, tensor, strict=True))
+
+
+def gathered(value: T) -> list[T]:
+    """Return what each rank gives, in their order; it waits for all of them and their devices."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 class SharedStop:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flashtrain import runs
-from flashtrain.assembly import Assembly, assemble
+from flashtrain import ranks, runs
+from flashtrain.assembly import assemble
 from flashtrain.config import Config, refuse_all_but
 from flashtrain.entry import main
 from flashtrain.errors import UserError
@@ -23,23 +23,19 @@ MOST_GRADIENTS_SAID = 3
 def run(config: Config) -> None:
     """Print a line for each row of the step that is not finite, and how many are."""
     refuse_all_but(("run",), config)
+    ranks.refuse_torchrun("a replay", "python -m flashtrain.replay ..., which takes one process")
     if config.run is None:
         raise UserError("which run is meant? Say run=DIR, a folder that train.py made")
-    paths = runs.last_fault(Path(config.run))
-    if not paths:
+    path = runs.last_fault(Path(config.run))
+    if path is None:
         raise UserError(f"{config.run} has found no NaN or Inf: there is nothing in {runs.FAULT_FOLDER} to replay")
-    made = assemble(config, trains=True)
-    for path in paths:
-        _replay(path, made, config.trainer.head_chunk_tokens, Console())
-
-
-def _replay(path: Path, made: Assembly, head_chunk_tokens: int, console: Console) -> None:
     fault = read_fault(path)
+    made = assemble(config, trains=True)
     check_same_model(made.model.state_dict(), fault["weights"], path)
     made.model.load_state_dict(fault["weights"])
-    head = {"vocab_size": made.model.options.vocab_size, "chunk_size": head_chunk_tokens}
+    head = {"vocab_size": made.model.options.vocab_size, "chunk_size": config.trainer.head_chunk_tokens}
     sum_nll = functools.partial(summed_cross_entropy, **head)
-    num_finite = 0
+    console, num_finite = Console(), 0
     _say(console, f"step {fault['step']} of {path} in {made.device}, attention {made.variant}")
     for outcome in replay(made.model, sum_nll, fault["batch"], made.device.autocast):
         num_finite += outcome.finite

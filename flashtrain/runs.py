@@ -1,7 +1,7 @@
 """The folder of a run: where each thing lies, and what is recorded so that its numbers can be traced.
 
     config.yaml  provenance.json  result.json  sample.txt  checkpoints/{last,best,step-N}.ckpt  logs/  evaluation/
-    faults/step-N.rank-R.pt
+    faults/step-N.pt
 
 A run that was converted from a checkpoint of Hugging Face's format has its tokenizer.json, too.
 """
@@ -178,10 +178,9 @@ def written(folder: Path) -> list[Path]:
     return files + [path for part in (CHECKPOINT_FOLDER, LOG_FOLDER) for path in sorted((folder / part).glob("*"))]
 
 
-def last_fault(folder: Path) -> list[Path]:
-    """What a run has saved of the last step with a NaN or Inf, a file for each rank; none where it has found none."""
-    found = sorted((folder / FAULT_FOLDER).glob("step-*.rank-*.pt"), key=lambda path: path.stat().st_mtime)
-    return sorted(path for path in found if path.name.partition(".")[0] == found[-1].name.partition(".")[0])
+def last_fault(folder: Path) -> Path | None:
+    """What a run has saved when it last found a NaN or Inf; None where it has found none."""
+    return max((folder / FAULT_FOLDER).glob("step-*.pt"), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def read_provenance(folder: Path) -> dict[str, object]:

@@ -1,5 +1,7 @@
 """Ranks for tests: processes with what torchrun gives them and its way to end them, but without the time to import."""
 
+import itertools
+import math
 import multiprocessing
 import os
 import pickle
@@ -23,6 +25,7 @@ from torch.distributed import TCPStore
 
 from flashtrain import ranks
 from flashtrain.errors import UserError
+from flashtrain.ranks import Ranks
 from flashtrain.training.callbacks import Reporter
 from flashtrain.training.module import TrainingModule
 
@@ -145,6 +148,28 @@ def cannot_read(batch) -> None:
     raise UserError(f"rank {ranks.rank()} cannot read its data; mend it")
 
 
+def _shares(mine: Ranks, num_steps: int) -> Steps:
+    """This rank's rows of each step."""
+    share = slice(mine.rank * ROWS // mine.world_size, (mine.rank + 1) * ROWS // mine.world_size)
+    names = {"rows": torch.arange(ROWS)}
+    return Steps(num_steps, lambda step, batch: {name: rows[share] for name, rows in (batch | names).items()})
+
+
+def fault_on_the_second() -> str:
+    """What each of two ranks says where in step 3 the loss of the second rank's second micro-batch is NaN."""
+    mine, calls = ranks.resolve(None, "cpu"), itertools.count(1)
+    module = make_module(6, micro_batch_rows=2, fault_folder=Path("faults"))
+    sum_nll = module._sum_nll
+
+    def spoiled(*arguments):
+        return sum_nll(*arguments) * (math.nan if next(calls) == 2 * 2 + 2 and mine.rank == 1 else 1.0)
+
+    module._sum_nll = spoiled
+    with pytest.raises(UserError) as told:
+        make_trainer(Path("."), 6, ranks=mine).fit(module, datamodule=_shares(mine, 6))
+    return str(told.value)
+
+
 def exchanges(micro_batch_rows: int) -> tuple[int, int]:
     """How many reductions the last two of three steps of `ROWS` rows take, and in how many places gradients lie."""
 
@@ -158,8 +183,7 @@ def exchanges(micro_batch_rows: int) -> tuple[int, int]:
     mine = ranks.resolve(None, "cpu")
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(Path(folder), 3, ranks=mine, validate_every=2, callbacks=[count])
-        share = slice(mine.rank * ROWS // mine.world_size, (mine.rank + 1) * ROWS // mine.world_size)
-        data = Steps(3, lambda step, batch: {name: rows[share] for name, rows in batch.items()})
+        data = _shares(mine, 3)
         module = make_module(3, micro_batch_rows=micro_batch_rows)
         trainer.fit(module, datamodule=data)
     count.profile.stop()

@@ -317,7 +317,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_names_the_step(tm
     told = sentence_of("output=run", "optimizer.learning_rate=1e38", "optimizer.clip_norm=null", "train.steps=20")
     assert "error: step " in told and "the update was not applied" in told
     step, rows = re.match(r"error: step (\d+): .* in rows (.*) of the training tokens, so", told).groups()
-    fault = f"run/faults/step-{step}.rank-0.pt"
+    fault = f"run/faults/step-{step}.pt"
     assert f"its inputs are saved in {fault}, for `python -m flashtrain.replay`; " in told
     batch = read_fault(tmp_path / fault)["batch"]
     assert rows == ", ".join(map(str, batch["rows"].tolist()))
@@ -340,8 +340,8 @@ def test_replay_wants_a_run_that_found_a_fault(tmp_path):
         with pytest.raises(SystemExit, match=sentence):
             run_command("python -m flashtrain.replay", setting)
     (tmp_path / "run/faults").mkdir()
-    (tmp_path / "run/faults/step-3.rank-0.pt").write_text("nothing")
-    with pytest.raises(SystemExit, match="run/faults/step-3.rank-0.pt is not a fault that a training run has saved"):
+    (tmp_path / "run/faults/step-3.pt").write_text("nothing")
+    with pytest.raises(SystemExit, match="run/faults/step-3.pt is not a fault that a training run has saved"):
         run_command("python -m flashtrain.replay run=run")
 
 

@@ -207,12 +207,17 @@ class Checkpoints(Checkpoint):
         if trainer.global_step != self._last_step:
             self._last_step = trainer.global_step
             self._save(trainer, LAST)
-            if not self._said:
-                self._said = True
-                size = (self._folder / LAST).stat().st_size
-                log.info("checkpoints: %.1f MiB each, at most %d", size / 2**20, self._keep_last + 2)
-            if self._keep_last and trainer.is_global_zero:
-                keep_by_step(self._folder, self._last_step, self._keep_last)
+            if trainer.is_global_zero:
+                self._say_their_size()
+                if self._keep_last:
+                    keep_by_step(self._folder, self._last_step, self._keep_last)
+
+    def _say_their_size(self) -> None:
+        """Once in a process."""
+        if not self._said:
+            self._said = True
+            size = (self._folder / LAST).stat().st_size
+            log.info("checkpoints: %.1f MiB each, at most %d", size / 2**20, self._keep_last + 2)
 
     def _save(self, trainer: Trainer, name: str) -> None:
         trainer.lightning_module.finish_step()

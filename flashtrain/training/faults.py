@@ -6,11 +6,12 @@ that the device always has work, and stops the run with the number and the sampl
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from flashtrain import ranks
 from flashtrain.errors import UserError
 
 MOST_ROWS_SAID = 8
@@ -18,13 +19,20 @@ MOST_ROWS_SAID = 8
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a step was computed from, kept until its flag is read."""
+    """What a step was computed from, on this rank, kept until its flag is read."""
 
     step: int
     batch: Mapping[str, Tensor]
     losses: Tensor
     """(micro-batches,) what each added to the loss."""
     micro_batch_rows: int
+
+    def of_all_ranks(self) -> "StepInputs":
+        """Return the same of the whole step, on the CPU, the parts of ranks one after another."""
+        batch = {name: tensor.cpu() for name, tensor in self.batch.items()}
+        parts = ranks.gathered((batch, self.losses.cpu()))
+        whole = {name: torch.cat([part[name] for part, _ in parts]) for name in batch}
+        return replace(self, batch=whole, losses=torch.cat([losses for _, losses in parts]))
 
     def suspects(self) -> list[int]:
         """Return the places of the rows whose micro-batch has a loss that is not finite; of all, where it is finite."""
@@ -34,13 +42,16 @@ class StepInputs:
 
 
 class FaultFlag:
-    """The device-side flag of one run and its late reader; `on_fault` keeps a faulty step's inputs, and says where."""
+    """The device-side flag of one run and its late reader.
 
-    def __init__(self, device: torch.device, on_fault: Callable[[StepInputs], str]) -> None:
+    `keep` saves what a faulty step was computed from, on the first rank, and says where.
+    """
+
+    def __init__(self, device: torch.device, keep: Callable[[StepInputs], str]) -> None:
         self.found_inf = torch.zeros((), device=device)
         """fp32 scalar, 1 from the first faulty step on: what a fused optimizer takes as `found_inf`."""
         on_gpu = device.type == "cuda"
-        self._on_fault = on_fault
+        self._keep = keep
         self._on_host = torch.zeros((), pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None
         self._watched: StepInputs | None = None
@@ -58,22 +69,28 @@ class FaultFlag:
             self._copied.record()
         self._watched = inputs
 
+    def wait(self) -> None:
+        """Wait until the last watched step is done."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
     def check(self) -> None:
-        """Wait until the last watched step is done.
+        """Wait until the last watched step is done, on all ranks alike.
 
         Raises:
             UserError: its loss or gradient was NaN or Inf; the weights are those before that step.
         """
         if self._watched is None:
             return
-        if self._copied is not None:
-            self._copied.synchronize()
+        self.wait()
         inputs, self._watched = self._watched, None
         if self._on_host.item():
+            inputs = inputs.of_all_ranks()  # they all come here after the same step
             where = said_rows(inputs.batch, inputs.suspects())
+            kept = ranks.gathered(self._keep(inputs) if ranks.rank() == 0 else "")[0]
             raise UserError(
                 f"step {inputs.step}: the loss or the gradient is NaN or Inf{where}, so the update was not applied and "
-                f"training stops; {self._on_fault(inputs)}lower optimizer.learning_rate or look at the data of this "
+                f"training stops; {kept}lower optimizer.learning_rate or look at the data of this "
                 "step"
             )
 

@@ -169,17 +169,21 @@ class TrainingModule(LightningModule):
         """Save what a faulty step was computed from, the weights before it included; return in words where."""
         if self._fault_folder is None:
             return ""
-        path = self._fault_folder / f"step-{inputs.step}.rank-{self.global_rank}.pt"
-        batch = {name: tensor.cpu() for name, tensor in inputs.batch.items()}
+        path = self._fault_folder / f"step-{inputs.step}.pt"
+        fault = {"step": inputs.step, "batch": dict(inputs.batch), "weights": self.model.state_dict()}
         try:
             with written_whole(path) as partial:
-                torch.save({"step": inputs.step, "batch": batch, "weights": self.model.state_dict()}, partial)
+                torch.save(fault, partial)
         except UserError as refusal:
             return f"its inputs are not saved ({refusal}); "
         return f"its inputs are saved in {path}, for `python -m flashtrain.replay`; "
 
+    def wait_for_step(self) -> None:
+        """Wait until the device has done the last step, whatever came of it."""
+        self._fault.wait()
+
     def finish_step(self) -> None:
-        """Wait until the device has done the last step.
+        """Wait until the device has done the last step; all ranks call it alike.
 
         Raises:
             UserError: its loss or gradient was NaN or Inf.

@@ -56,7 +56,7 @@ class TraceSteps(Callback):
             return
         self._meter.restart()
         if self._profiler is None:
-            pl_module.finish_step()
+            pl_module.wait_for_step()
             self._traced = []
             self._profiler = torch.profiler.profile(record_shapes=True)
             self._profiler.start()
@@ -80,7 +80,7 @@ class TraceSteps(Callback):
             self._stop()
 
     def _write(self, pl_module: LightningModule) -> None:
-        pl_module.finish_step()
+        pl_module.wait_for_step()
         profiler = self._stop()
         if not self._traced:  # a signal came between the start of a step and the step
             return

@@ -14,7 +14,7 @@ from flashtrain.errors import UserError
 from flashtrain.model.head import IGNORED
 
 KEYS = {"step", "batch", "weights"}
-"""What the file of a fault has: the step, its whole batch on this rank, and the model's weights before it."""
+"""What the file of a fault has: the step, its whole batch, of all ranks, and the model's weights before it."""
 
 
 @dataclass(frozen=True)

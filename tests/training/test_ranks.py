@@ -15,6 +15,7 @@ from commands import SMALL
 from several import (
     cannot_read,
     exchanges,
+    fault_on_the_second,
     half_without_targets,
     killed,
     on_ranks,
@@ -22,9 +23,10 @@ from several import (
     train,
     without_targets,
 )
-from tiny_training import ROWS
+from tiny_training import ROWS, batch_of
 
 from flashtrain.training.checkpoint import read_checkpoint
+from flashtrain.training.replay import read_fault
 
 ROOT = Path(__file__).parent.parent.parent
 NUM_STEPS = 12
@@ -163,7 +165,7 @@ def tensors(tree, path=""):
 @pytest.mark.parametrize(
     ("on_rank", "happens", "sentence"),
     [
-        (None, without_targets, "error: step 3: the loss or the gradient is NaN or Inf, so the update was not applied"),
+        (None, without_targets, "error: step 3: the loss or the gradient is NaN or Inf in rows "),
         (0, cannot_read, "error: rank 0 cannot read its data; mend it"),
         (1, cannot_read, "error: rank 1 cannot read its data; mend it"),
         (1, killed, "error: another rank has ended without a word"),
@@ -176,6 +178,16 @@ def test_a_rank_that_fails_ends_all_in_one_sentence(home, on_rank, happens, sent
     assert all(rank.exitcode for rank in ended)
     said = [line for rank in ended for line in rank.said.splitlines()]
     assert [line for line in said if "rror" in line] == [line for line in said if line.startswith(sentence)] != []
+
+
+def test_the_rows_of_a_fault_are_found_on_whichever_rank_they_are(tmp_path):
+    ended = on_ranks(2, tmp_path, fault_on_the_second)
+    sentences = {rank.result for rank in ended}
+    assert len(sentences) == 1, ended
+    assert "step 3: the loss or the gradient is NaN or Inf in rows 6, 7 of the training tokens, so" in sentences.pop()
+    fault = read_fault(tmp_path / "faults/step-3.pt")
+    assert fault["batch"]["rows"].tolist() == list(range(ROWS))
+    assert torch.equal(fault["batch"]["inputs"], batch_of(2)["inputs"])
 
 
 @pytest.mark.parametrize(

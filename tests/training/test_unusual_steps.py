@@ -44,7 +44,7 @@ def fit_to_a_fault(folder, spoil, **changes):
     module = make_module(NUM_STEPS, fault_folder=folder / "faults", **changes)
     with pytest.raises(UserError) as told:
         make_trainer(folder, NUM_STEPS).fit(module, datamodule=Steps(NUM_STEPS, edit))
-    return str(told.value), read_fault(folder / "faults" / "step-7.rank-0.pt"), module
+    return str(told.value), read_fault(folder / "faults" / "step-7.pt"), module
 
 
 def row_without_targets(batch, places):
@@ -76,7 +76,7 @@ def test_the_rows_of_the_micro_batches_that_are_not_finite_are_named_and_all_is_
     module._sum_nll = sum_nll
     with pytest.raises(UserError, match="^step 7: .* NaN or Inf in rows 603, 604, 605 of the training tokens, so the"):
         make_trainer(tmp_path, NUM_STEPS).fit(module, datamodule=Steps(NUM_STEPS, with_rows))
-    fault = read_fault(tmp_path / "faults" / "step-7.rank-0.pt")
+    fault = read_fault(tmp_path / "faults" / "step-7.pt")
     assert fault["step"] == 7 and fault["batch"].keys() == {"inputs", "labels", "rows"}
     assert torch.equal(fault["batch"]["inputs"], batch_of(6)["inputs"])
     for name, tensor in weights(module).items():
@@ -101,7 +101,7 @@ def test_a_replay_finds_the_row_and_the_layer(tmp_path):
 
     with pytest.raises(UserError, match="^step 7: "):
         make_trainer(tmp_path, NUM_STEPS).fit(module, datamodule=Steps(NUM_STEPS, edit))
-    fault = read_fault(tmp_path / "faults" / "step-7.rank-0.pt")
+    fault = read_fault(tmp_path / "faults" / "step-7.pt")
     again = make_module(NUM_STEPS)
     poison(again)
     again.model.load_state_dict(fault["weights"])
