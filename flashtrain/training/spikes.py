@@ -74,7 +74,8 @@ class UnusualSteps(Callback):
             loss = values["loss"]
             log_metrics(trainer, {"spike/loss": loss, "spike/expected": expected}, step)
             rows = said_rows(batch, range(len(batch["inputs"])))
-            self._display.note(step, f"loss spike: {loss:.4f}, where {expected:.4f} was usual{rows}")
+            whose = ", those of the first rank" * (trainer.world_size > 1)
+            self._display.note(step, f"loss spike: {loss:.4f}, where {expected:.4f} was usual{rows}{whose}")
 
 
 class _Step(NamedTuple):
