@@ -26,7 +26,7 @@ def peak(config):
             partial(attention, variant="flash_v2"),
             config.trainer.activation_checkpointing,
         )
-    shape = step_shape(config.train, config.trainer.micro_batch_tokens)
+    shape = step_shape(config.train, config.trainer.micro_batch_tokens, world_size=1)
     return predicted_peak(config, Assembly(H200, tokenizer, "flash_v2", model), shape)
 
 
