@@ -1,6 +1,7 @@
 """A run from the command line to its folder: what it leaves and says, how it resumes, how mistakes end."""
 
 import errno
+import gc
 import json
 import math
 import multiprocessing
@@ -39,8 +40,12 @@ def sentence_of(*overrides):
     """The sentence that training ends in; the exit code of a string is 1."""
     with pytest.raises(SystemExit) as stop:
         train(*overrides)
-    assert stop.value.code.startswith("error: ")
-    return stop.value.code
+    told = stop.value.code
+    assert told.startswith("error: ")
+    del stop
+    gc.collect()  # what the exception held: a process that ended here would not have
+    assert not multiprocessing.active_children()
+    return told
 
 
 def test_a_run_says_and_leaves_what_it_found(tmp_path, capsys):
