@@ -10,11 +10,12 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from flashtrain.kernels.attention import Intervals
+from flashtrain.model.cache import LayerCache
 from flashtrain.model.layers import norm
 from flashtrain.model.options import ModelOptions
 from flashtrain.model.rope import rotate
 
-# (q (B,S,Hq,D), k (B,S,Hkv,D), v (B,S,Hkv,D)) of one dtype, and what they see of one another -> (B,S,Hq,D)
+# (q (B,Sq,Hq,D), k (B,Sk,Hkv,D), v (B,Sk,Hkv,D)) of one dtype, and what they see of one another -> (B,Sq,Hq,D)
 Attention = Callable[[Tensor, Tensor, Tensor, Intervals], Tensor]
 
 
@@ -36,10 +37,14 @@ class AttentionLayer(nn.Module):
         self.q_norm = norm(options, self.head_dim) if options.qk_norm else nn.Identity()
         self.k_norm = norm(options, self.head_dim) if options.qk_norm else nn.Identity()
 
-    def forward(self, x_BSC: Tensor, rope: Tensor | None, intervals: Intervals) -> Tensor:
+    def forward(
+        self, x_BSC: Tensor, rope: Tensor | None, intervals: Intervals, cache: LayerCache | None = None
+    ) -> Tensor:
         qkv = self.qkv(x_BSC).unflatten(-1, (sum(self.heads), self.head_dim))
         q_BSHD, k_BSHD, v_BSHD = qkv.split(self.heads, dim=2)
         q_BSHD, k_BSHD = self.q_norm(q_BSHD), self.k_norm(k_BSHD)
         if rope is not None:
             q_BSHD, k_BSHD = rotate(q_BSHD, rope), rotate(k_BSHD, rope)
+        if cache is not None:
+            k_BSHD, v_BSHD = cache.extend(k_BSHD, v_BSHD)
         return self.out(self.attention(q_BSHD, k_BSHD, v_BSHD, intervals).flatten(2))

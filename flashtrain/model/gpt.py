@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flashtrain.errors import UserError
 from flashtrain.kernels.attention import Intervals
 from flashtrain.model.attention import Attention, AttentionLayer, causal_window
+from flashtrain.model.cache import KeyValueCache, LayerCache
 from flashtrain.model.checkpointing import checkpointing
 from flashtrain.model.layers import activation_dtype, mlp, norm
 from flashtrain.model.options import ModelOptions
@@ -32,8 +33,10 @@ class Block(nn.Module):
         self.mlp_norm = norm(options, options.hidden_size)
         self.mlp = mlp(options)
 
-    def forward(self, x_BSC: Tensor, rope: Tensor | None, intervals: Intervals) -> Tensor:
-        x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), rope, intervals)
+    def forward(
+        self, x_BSC: Tensor, rope: Tensor | None, intervals: Intervals, cache: LayerCache | None = None
+    ) -> Tensor:
+        x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), rope, intervals, cache)
         return x_BSC + self.mlp(self.mlp_norm(x_BSC))
 
 
@@ -90,18 +93,28 @@ class GPT(nn.Module):
         tables = 1 if options.tie_embeddings else 2
         return sum(parameter.numel() for parameter in self.parameters()) - tables * padding
 
-    def forward(self, tokens_BS: Tensor, documents_BS: Tensor | None = None, rope: RopeOptions | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        documents_BS: Tensor | None = None,
+        rope: RopeOptions | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         """Return the hidden states (B, S, C) of int64 token ids (B, S), in autocast's dtype where it is on.
 
         documents: (B, S) int32, the document that each token is of, never decreasing along a row. Each is then
         computed as if it were alone: no token sees another document, and positions count from its first token.
         rope: rotary options, resolved, in place of the model's; only for a model with rotary positions.
+        cache: of the tokens before these, which the result follows as in one forward of all; these are added to it. Not
+        with documents, and not for a backward.
 
         Raises:
             UserError: the sequence is longer than the learned position table.
         """
-        options, length = self.options, tokens_BS.shape[1]
-        positions = _positions(tokens_BS, documents_BS)
+        options = self.options
+        num_read, length = (0, tokens_BS.shape[1]) if cache is None else (cache.num_read, cache.length)
+        positions = _positions(tokens_BS, documents_BS, num_read)
+        assert cache is None or documents_BS is None
         x_BSC, table = self.token_embedding(tokens_BS), None
         if options.positions == "learned":
             if length > options.max_positions:
@@ -112,29 +125,31 @@ class GPT(nn.Module):
             x_BSC = x_BSC + self.position_embedding(positions)
         else:
             rope = rope or options.rope
-            length = _lengths(tokens_BS, documents_BS) if rope.follows_length else length
+            if rope.follows_length and documents_BS is not None:
+                length = _lengths(documents_BS)
             frequencies = inverse_frequencies(rope, options.head_dim, length, tokens_BS.device)
             table = rope_table(positions, frequencies, rope.attention_factor or 1.0)
         x_BSC = x_BSC.to(activation_dtype(x_BSC))
         intervals = {window: _intervals(window, documents_BS) for window in dict.fromkeys(options.windows)}
-        for block, window in zip(self.blocks, options.windows, strict=True):
-            x_BSC = self._call_block(block, x_BSC, table, intervals[window])
+        caches = [None] * len(self.blocks) if cache is None else cache.layers
+        for block, window, kept in zip(self.blocks, options.windows, caches, strict=True):
+            x_BSC = self._call_block(block, x_BSC, table, intervals[window], kept)
+        if cache is not None:
+            cache.num_read += tokens_BS.shape[1]
         return self.final_norm(x_BSC)
 
 
-def _positions(tokens_BS: Tensor, documents_BS: Tensor | None) -> Tensor:
-    """Return the place of each token in its row, (S), or in its document's part of the row, (B, S)."""
-    positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+def _positions(tokens_BS: Tensor, documents_BS: Tensor | None, start: int) -> Tensor:
+    """Return the place of each token in its row from `start` on, (S), or in its document's part of the row, (B, S)."""
+    positions_S = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
     if documents_BS is None:
         return positions_S
     documents_BS = documents_BS.contiguous()
     return positions_S - torch.searchsorted(documents_BS, documents_BS)
 
 
-def _lengths(tokens_BS: Tensor, documents_BS: Tensor | None) -> int | Tensor:
-    """Return how many tokens stand in each row, or (B, S) in the part of a row that is of the token's document."""
-    if documents_BS is None:
-        return tokens_BS.shape[1]
+def _lengths(documents_BS: Tensor) -> Tensor:
+    """Return how many tokens of the row, (B, S), are of the token's document."""
     documents_BS = documents_BS.contiguous()
     return torch.searchsorted(documents_BS, documents_BS, right=True) - torch.searchsorted(documents_BS, documents_BS)
 
