@@ -16,6 +16,7 @@ from flashtrain import device as devices
 from flashtrain import ranks, runs
 from flashtrain.config import Config, DataConfig, TextDataConfig, refuse_all_but
 from flashtrain.data.corpus import Corpus, open_corpus
+from flashtrain.data.digest import parts_digest
 from flashtrain.data.documents import stdlib_source, text_source
 from flashtrain.data.tokenizer import Tokenizer, load_tokenizer
 from flashtrain.device import Device
@@ -23,6 +24,7 @@ from flashtrain.errors import UserError
 from flashtrain.evaluation.scoring import NllFunction
 from flashtrain.kernels.attention import AttentionSpec, Intervals, attention, require, resolve, supporting
 from flashtrain.model.attention import causal_window
+from flashtrain.model.cache import KeyValueCache
 from flashtrain.model.gpt import GPT
 from flashtrain.model.head import token_nll
 from flashtrain.model.options import ModelOptions
@@ -47,12 +49,14 @@ def assemble(config: Config, *, trains: bool) -> Assembly:
     device.set_tf32()
     tokenizer = load_tokenizer(config.data.tokenizer)
     options = resolve_model(config.model, tokenizer)
-    lengths = [*config.eval.lengths, config.train.sequence_length]
+    fed, piece = config.eval.fed_lengths(), config.eval.prefill_tokens
+    lengths = [min(length, piece or length) for length in fed]
     variant = choose_attention(
         config.attention.variant,
         options,
         device,
-        lengths,
+        [*lengths, config.train.sequence_length],
+        pieces=[(piece, length) for length in fed if length > (piece or length)],
         packed_length=config.train.sequence_length if trains and config.data.isolate_documents else None,
         trains=trains,
     )
@@ -104,8 +108,11 @@ def choose_attention(
     *,
     packed_length: int | None,
     trains: bool,
+    pieces: Sequence[tuple[int, int]] = (),
 ) -> str:
     """The variant for rows of each of `lengths` in every layer, and for rows of documents of `packed_length`.
+
+    pieces: (piece, length): rows of `length` tokens that are read `piece` tokens at a time, over a cache.
 
     `auto` is settled by what the fewest variants can serve, of equals by the longest. Raises Unsupported, naming
     the variants that would do, where one of them cannot be served.
@@ -117,13 +124,13 @@ def choose_attention(
             head_dim=model.head_dim,
             num_q_heads=model.num_heads,
             num_kv_heads=model.num_kv_heads,
-            q_len=length,
-            kv_len=length,
+            q_len=q_len,
+            kv_len=kv_len,
             intervals=intervals,
             softcap=_softcap(model),
             needs_grad=trains,
         )
-        for length, intervals in _masks(model, sorted(lengths, reverse=True), packed_length)
+        for q_len, kv_len, intervals in _calls(model, sorted(lengths, reverse=True), packed_length, pieces)
     ]
     specs.sort(key=lambda spec: len(supporting(spec)))
     name = resolve(variant, specs[0])
@@ -132,15 +139,20 @@ def choose_attention(
     return name
 
 
-def _masks(
-    model: ModelOptions, lengths: Sequence[int], packed_length: int | None
-) -> list[tuple[int, Intervals]]:
-    """The lengths and masks that the layers of the model are called with, each once."""
-    masks = [causal_window(window) for window in dict.fromkeys(model.windows)]
-    called = [(length, mask) for length in lengths for mask in masks]
+def _calls(
+    model: ModelOptions, lengths: Sequence[int], packed_length: int | None, pieces: Sequence[tuple[int, int]]
+) -> list[tuple[int, int, Intervals]]:
+    """Numbers of queries and keys, and masks, that the layers of the model are called with, each once."""
+    windows = list(dict.fromkeys(model.windows))
+    called = [(length, length, causal_window(window)) for length in lengths for window in windows]
+    for piece, length in pieces:
+        for size in dict.fromkeys((piece, length % piece or piece)):  # the last piece sees the most keys
+            for window in windows:
+                keys = length if window is None else min(length, window - 1 + size)
+                called.append((size, keys, causal_window(window)))
     if packed_length is not None:
         documents = torch.zeros(1, packed_length, dtype=torch.int32, device="meta")  # any: only shapes are asked for
-        called += [(packed_length, mask.in_documents(documents)) for mask in masks]
+        called += [(packed_length, packed_length, causal_window(window).in_documents(documents)) for window in windows]
     return called
 
 
@@ -159,20 +171,40 @@ def build_model(options: ModelOptions, variant: str, device: Device, activation_
     return model
 
 
-def scorer(model: GPT, device: Device, chunk_size: int, rope: RopeOptions | None) -> NllFunction:
+def weights_digest(model: GPT) -> str:
+    """A digest of the weights' names and bytes."""
+    state = model.state_dict()
+    return parts_digest(
+        part
+        for name, tensor in state.items()
+        for part in (name.encode(), tensor.detach().cpu().flatten().view(torch.uint8).numpy())
+    )
+
+
+def scorer(
+    model: GPT, device: Device, chunk_size: int, rope: RopeOptions | None, prefill_tokens: int | None
+) -> NllFunction:
     """What an evaluation asks for: (B, L) inputs and targets -> their negative log-likelihoods in nats.
 
-    `rope`: as `GPT.forward` takes it.
+    `rope`: as `GPT.forward` takes it. `prefill_tokens`: tokens of a row that are read at once, over a cache of those
+    before; None: all of them.
     """
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # every length and last batch would be compiled anew
     def nll(inputs_BL: Tensor, targets_BL: Tensor) -> Tensor:
-        targets_BL = targets_BL.to(device.type)
+        length = inputs_BL.shape[1]
+        whole = prefill_tokens is None or length <= prefill_tokens
+        cache = None if whole else KeyValueCache(model.options.windows, length)
+        pieces = (tensor.split(length if whole else prefill_tokens, dim=1) for tensor in (inputs_BL, targets_BL))
+        return torch.cat([piece(inputs, targets, cache) for inputs, targets in zip(*pieces, strict=True)], dim=1)
+
+    def piece(inputs_BS: Tensor, targets_BS: Tensor, cache: KeyValueCache | None) -> Tensor:
+        targets_BS = targets_BS.to(device.type)
         with device.autocast():
-            hidden = model(inputs_BL.to(device.type), rope=rope).flatten(0, 1)
+            hidden = model(inputs_BS.to(device.type), rope=rope, cache=cache).flatten(0, 1)
             vocab_size = model.options.vocab_size
-            rows = token_nll(hidden, model.head_weight, targets_BL.flatten(), vocab_size, chunk_size)
-        return rows.view_as(targets_BL)
+            rows = token_nll(hidden, model.head_weight, targets_BS.flatten(), vocab_size, chunk_size)
+        return rows.view_as(targets_BS)
 
     return nll

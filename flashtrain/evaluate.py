@@ -3,20 +3,24 @@
 `python -m flashtrain.evaluate run=DIR [eval.lengths=[...]] [attention=NAME]`
 """
 
+import re
+from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 
 from flashtrain import runs
-from flashtrain.assembly import Assembly, assemble_run, open_data, scorer
+from flashtrain.assembly import Assembly, assemble_run, open_data, scorer, weights_digest
 from flashtrain.config import Config
 from flashtrain.data.corpus import Corpus
+from flashtrain.data.digest import record_digest
 from flashtrain.entry import main
 from flashtrain.errors import UserError
+from flashtrain.evaluation.journal import Journal
 from flashtrain.evaluation.options import EvalOptions
-from flashtrain.evaluation.perplexity import Conditions, PerplexityCurves, perplexity_curves
+from flashtrain.evaluation.perplexity import Conditions, Evaluation, evaluate_perplexity
 from flashtrain.evaluation.report import terminal_report, write_reports
+from flashtrain.evaluation.scoring import Documents
 from flashtrain.evaluation.windows import reached_lengths
 from flashtrain.model.options import ModelOptions
 from flashtrain.model.rope_options import RopeOptions
@@ -28,16 +32,25 @@ def run(config: Config) -> None:
     made, step = assemble_run(config)
     corpus = open_data(config.data, made.tokenizer)
     runs.require_same(Path(config.run), "corpus", corpus.fingerprint)
-    curves = measure(made, corpus, config, step, console)
-    folder = runs.stamped_folder(Path(config.run) / runs.EVALUATION_FOLDER, made.variant)
-    for path in write_reports(curves, folder):
-        console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+    conditions = conditions_of(made, corpus, config, step)
+    folder = runs.evaluation_folder(Path(config.run))
+    journal = Journal(folder / f"unfinished-{record_digest(asdict(config.eval), asdict(conditions))}.f32")
+    if journal.num_known:
+        _say(console, f"going on after {journal.num_known:,} targets that are scored already ({journal.path})")
+    evaluation = measure(made, corpus, config, conditions, console, journal)
+    for path in write_reports(evaluation, runs.stamped_folder(folder, made.variant)):
+        _say(console, f"wrote {path}")
+    journal.remove()
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def unscorable(corpus: Corpus, options: EvalOptions) -> str | None:
     """Why no validation document can be scored, or None."""
     try:
-        reached_lengths(np.diff(corpus.validation.offsets), options.lengths)
+        reached_lengths(Documents(corpus.validation, options.prefix).num_tokens, options.lengths)
     except UserError as reason:
         return str(reason)
     return None
@@ -50,35 +63,57 @@ def evaluated_rope(model: ModelOptions, config: Config) -> RopeOptions | None:
     return config.eval.rope.in_place_of(model.rope, config.train.sequence_length).resolve()
 
 
-def measure(made: Assembly, corpus: Corpus, config: Config, step: int, console: Console) -> PerplexityCurves:
-    """The curves of the model in `made`, shown on the console."""
+def count_words(text: str) -> int:
+    """Words as lm-eval counts them for its word perplexity: pieces between white space, empty ones at the ends too."""
+    return len(re.split(r"\s+", text))
+
+
+def conditions_of(made: Assembly, corpus: Corpus, config: Config, step: int) -> Conditions:
+    """What an evaluation of the model in `made`, trained for `step` steps, depends on beside its options."""
+    rope = evaluated_rope(made.model.options, config)
+    return Conditions(
+        model=config.model.name,
+        weights=weights_digest(made.model),
+        step=step,
+        training_length=config.train.sequence_length,
+        positions=rope.describe() if rope else "learned positions",
+        attention=made.variant,
+        dtype=str(made.device.dtype).removeprefix("torch."),
+        device=made.device.type,
+        corpus=corpus.source,
+        corpus_fingerprint=corpus.fingerprint,
+        text_fingerprint=corpus.text_fingerprint,
+        tokenizer=made.tokenizer.name,
+        tokenizer_fingerprint=made.tokenizer.fingerprint,
+        prefix_id=made.tokenizer.prefix_id,
+    )
+
+
+def measure(
+    made: Assembly,
+    corpus: Corpus,
+    config: Config,
+    conditions: Conditions,
+    console: Console,
+    journal: Journal | None = None,
+) -> Evaluation:
+    """The evaluation of the model in `made`, shown on the console."""
     rope = evaluated_rope(made.model.options, config)
     if rope and rope != made.model.options.rope:
         console.print(f"{rope.describe()} in place of {made.model.options.rope.describe()}", highlight=False)
-    curves = perplexity_curves(
-        scorer(made.model, made.device, config.trainer.head_chunk_tokens, rope),
-        corpus.validation,
+    evaluation = evaluate_perplexity(
+        scorer(made.model, made.device, config.trainer.head_chunk_tokens, rope, config.eval.prefill_tokens),
+        Documents(corpus.validation, config.eval.prefix),
         bytes_per_token=made.tokenizer.bytes_per_token,
+        count_words=lambda tokens: count_words(made.tokenizer.decode(tokens)),
         options=config.eval,
-        conditions=Conditions(
-            model=config.model.name,
-            step=step,
-            training_length=config.train.sequence_length,
-            positions=rope.describe() if rope else "learned positions",
-            attention=made.variant,
-            dtype=str(made.device.dtype).removeprefix("torch."),
-            device=made.device.type,
-            corpus=corpus.source,
-            corpus_fingerprint=corpus.fingerprint,
-            tokenizer=made.tokenizer.name,
-            tokenizer_fingerprint=made.tokenizer.fingerprint,
-            prefix_id=made.tokenizer.prefix_id,
-        ),
+        conditions=conditions,
         follows_length=rope is not None and rope.follows_length,
         console=console,
+        journal=journal,
     )
-    console.print(terminal_report(curves))
-    return curves
+    console.print(terminal_report(evaluation.curves))
+    return evaluation
 
 
 if __name__ == "__main__":

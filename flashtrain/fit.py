@@ -320,8 +320,9 @@ def _report(
     reports = []
     if not evaluate.unscorable(corpus, config.eval):
         console.rule("perplexity")
-        curves = evaluate.measure(made, corpus, config, config.train.steps, console)
-        reports = write_reports(curves, folder / runs.EVALUATION_FOLDER / "final")
+        conditions = evaluate.conditions_of(made, corpus, config, config.train.steps)
+        evaluation = evaluate.measure(made, corpus, config, conditions, console)
+        reports = write_reports(evaluation, folder / runs.EVALUATION_FOLDER / "final")
     console.rule("result")
     _say(console, f"validation loss: {result['validation_loss']:.4f} nats per token")
     _say(console, f"bits per byte: {result['bits_per_byte']:.2f}")

@@ -108,6 +108,14 @@ def stamped_folder(parent: Path, label: str) -> Path:
             return folder
 
 
+def evaluation_folder(folder: Path) -> Path:
+    """Make and return the folder of a run's evaluations, where it may be."""
+    evaluations = folder / EVALUATION_FOLDER
+    with _writing(evaluations):
+        evaluations.mkdir(exist_ok=True)
+    return evaluations
+
+
 def require_new_file(path: str) -> None:
     """Raise UserError unless a file can be made at `path`, where there is nothing; none is left there."""
     with _writing(path):

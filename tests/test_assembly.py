@@ -18,9 +18,9 @@ def options(**changes):
     return preset("nano", vocab_size=257, **changes).resolve()
 
 
-def chosen(variant="auto", lengths=(128, 256), packed_length=None, **changes):
+def chosen(variant="auto", lengths=(128, 256), packed_length=None, pieces=(), **changes):
     return choose_attention(
-        variant, options(**changes), CPU, lengths, packed_length=packed_length, trains=True
+        variant, options(**changes), CPU, lengths, packed_length=packed_length, trains=True, pieces=pieces
     )
 
 
@@ -31,6 +31,9 @@ def test_auto_serves_every_mask_and_length_that_is_asked_for():
     assert chosen(lengths=(256, 16_384), packed_length=8192) == "sdpa_math"
     assert chosen(lengths=(256, 16_384), packed_length=8192, windows=[64]) == "standard"
     assert chosen(attention_softcap=30.0) == "standard"
+    assert chosen(pieces=[(64, 128)]) == "sdpa_math"
+    assert chosen(pieces=[(64, 16_384)]) == "standard"
+    assert chosen(pieces=[(64, 16_384)], windows=[64]) == "sdpa_math"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,19 @@
-"""A finished run, evaluated with other rotary positions than it was trained with."""
+"""A finished run, evaluated: with other rotary positions than it was trained with, in windows, in pieces, resumed."""
 
 import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
+import torch
 from commands import SMALL, run_command
 
+ROOT = Path(__file__).parent.parent
 LENGTHS = "eval.lengths=[32,64,128] eval.targets_per_anchor=16"
 
 
@@ -27,9 +36,9 @@ def evaluate(home, monkeypatch):
     monkeypatch.chdir(home)
 
     def report(*overrides):
-        before = set(home.glob("run/evaluation/*"))
+        before = set(home.glob("run/evaluation/*/"))
         run_command(f"python -m flashtrain.evaluate run=run {LENGTHS}", *overrides)
-        (folder,) = set(home.glob("run/evaluation/*")) - before
+        (folder,) = set(home.glob("run/evaluation/*/")) - before
         return json.loads((folder / "perplexity.json").read_text())
 
     return report
@@ -93,3 +102,65 @@ def test_learned_positions_cannot_be_scaled(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="eval.rope.type=ntk is of rotary positions and the model has learned ones"):
         run_command("python train.py model=gpt2 eval.rope.type=ntk eval.rope.factor=2")
+
+
+def test_windows_key_tokens_and_lm_evals_figures(home, evaluate):
+    report = evaluate("eval.window=60", "eval.stride=20", "eval.key_tokens=self", "eval.max_documents=1")
+    (row,) = report["ppl_strided"]
+    (document,) = pq.read_table(max(home.glob("run/evaluation/*/targets.parquet")))["document"].unique().to_pylist()
+    texts = [path.read_text() for path in sorted(home.glob("books/*.txt"))]
+    (text,) = [text for text in texts if len(text) == row["bytes"]]
+    assert row["words"] == len(re.split(r"\s+", text))
+    assert row["targets"] == len(text) and document == 0
+    assert report["key_ppl"][0]["evaluator"].startswith("nano at step 4 (")
+    given = max(home.glob("run/evaluation/*/key_tokens.parquet"))
+    again = evaluate(f"eval.key_tokens={given}", "eval.max_documents=1")
+    assert again["key_ppl"] == report["key_ppl"]
+
+
+def test_pieces_over_a_cache_give_the_figures_of_one_forward(evaluate):
+    whole = evaluate("attention=standard", "eval.window=100")
+    pieces = evaluate("attention=standard", "eval.window=100", "eval.prefill_tokens=48")
+    for metric in ("ppl_at_length", "ppl_vs_context", "loss_by_position", "ppl_strided"):
+        for row, other in zip(whole[metric], pieces[metric], strict=True):
+            assert other["loss"] == pytest.approx(row["loss"], rel=1e-6)
+            assert other["targets"] == row["targets"]
+
+
+def test_a_killed_evaluation_goes_on_where_it_was(home, evaluate, capsys):
+    """kill -9 as soon as something is kept: the same command scores the rest, to the same numbers."""
+    overrides = ["eval.window=60", "eval.stride=1", "eval.batch_tokens=1"]
+    expected = evaluate(*overrides)
+    assert not list(home.glob("run/evaluation/unfinished-*")), "removed once the reports are written"
+    command = [sys.executable, "-m", "flashtrain.evaluate", "run=run", *LENGTHS.split(), *overrides]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    process = subprocess.Popen(command, cwd=home, env=environment, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not any(path.stat().st_size for path in home.glob("run/evaluation/unfinished-*")):
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    (journal,) = home.glob("run/evaluation/unfinished-*")
+    assert journal.stat().st_size > 0
+    again = evaluate(*overrides)
+    assert re.search(r"going on after [1-9][\d,]* targets that are scored already", capsys.readouterr().out)
+    assert again == expected
+    assert not journal.exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["eval.stride=4"], "eval.stride=4 is of eval.window, which is null; say eval.window=..., too"),
+        (["eval.prefix=bos"], "eval.prefix=bos is not one of document, window, none"),
+        (["eval.key_tokens=none.parquet"], "eval.key_tokens=none.parquet is no file of key tokens"),
+        (
+            ["attention=sdpa_flash", "eval.prefill_tokens=48"],
+            "sdpa_flash takes the causal mask where there are as many queries as keys, not 48 and 64; standard,",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_about_windows_ends_in_one_sentence(evaluate, overrides, sentence):
+    with pytest.raises(SystemExit) as stop:
+        evaluate(*overrides)
+    assert sentence in stop.value.code

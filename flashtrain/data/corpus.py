@@ -78,6 +78,8 @@ class TokenStream:
 class Corpus:
     fingerprint: str
     """A digest of the source's files, the tokenizer and the split: equal ones have equal tokens."""
+    text_fingerprint: str
+    """A digest of the source's files and the split alone: equal ones have the same documents."""
     source: str
     tokenizer: str
     num_empty: int
@@ -112,7 +114,8 @@ def open_corpus(
     """
     if not 0 < validation_fraction < 1:
         raise UserError(f"data.validation_fraction is {validation_fraction}; it has to be between 0 and 1")
-    fingerprint = record_digest(FORMAT, source.fingerprint(), tokenizer.fingerprint, validation_fraction)
+    files = source.fingerprint()
+    fingerprint = record_digest(FORMAT, files, tokenizer.fingerprint, validation_fraction)
     folder = Path(os.path.expanduser(cache_dir)) / fingerprint
     try:
         if not folder.is_dir():
@@ -123,7 +126,7 @@ def open_corpus(
     except OSError as error:
         raise UserError(f"data.cache_dir={cache_dir} cannot hold the corpus: {error}") from error
     try:
-        return _load(folder, source, tokenizer)
+        return _load(folder, source, tokenizer, record_digest(FORMAT, files, validation_fraction))
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"the corpus in {folder} is damaged ({error}); delete that folder to build it anew") from error
 
@@ -191,7 +194,7 @@ class _StreamWriter:
         self._texts, self._num_characters = [], 0
 
 
-def _load(folder: Path, source: Source, tokenizer: Tokenizer) -> Corpus:
+def _load(folder: Path, source: Source, tokenizer: Tokenizer, text_fingerprint: str) -> Corpus:
     """Source and tokenizer go by their present names; meta.json has those of the time of building.
 
     Raises OSError, ValueError or EOFError for files that are missing or cut.
@@ -207,7 +210,7 @@ def _load(folder: Path, source: Source, tokenizer: Tokenizer) -> Corpus:
         tokens = TokenFile(tokens_file, tokenizer.dtype, int(offsets[-1]), tokenizer.vocab_size)
         streams[split] = TokenStream(tokens, offsets, num_bytes)
     found = {key: meta[key] for key in ("num_empty", "num_repeated", "cut")}
-    return Corpus(folder.name, source.label, tokenizer.name, **found, **streams)
+    return Corpus(folder.name, text_fingerprint, source.label, tokenizer.name, **found, **streams)
 
 
 def _stream_files(folder: Path, split: str) -> tuple[Path, Path]:

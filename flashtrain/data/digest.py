@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,14 @@ def file_digest(path: Path) -> str:
     """`digest` of a file's bytes, read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, _blake2b).hexdigest()
+
+
+def parts_digest(parts: Iterable[bytes]) -> str:
+    """`digest` of bytes that come in parts."""
+    whole = _blake2b()
+    for part in parts:
+        whole.update(part)
+    return whole.hexdigest()
 
 
 def record_digest(*fields: object) -> str:

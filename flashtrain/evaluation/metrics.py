@@ -5,13 +5,14 @@ batches or documents are never averaged, except where the name says macro.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from flashtrain.evaluation.scoring import TargetTable
+from flashtrain.evaluation.table import TargetTable
+from flashtrain.evaluation.windows import CONTEXT, OPENING, STRIDED
 
 
 @dataclass(frozen=True)
@@ -52,35 +53,64 @@ def summarize(table: TargetTable) -> Score:
     )
 
 
-def ppl_at_length(openings: Mapping[int, TargetTable]) -> dict[int, Score]:
+def ppl_at_length(table: TargetTable, lengths: Iterable[int]) -> dict[int, Score]:
     """Score the first L tokens (targets at positions 1 to L - 1) of the same documents, for every L.
 
-    openings: for each L a table of the first L tokens, or more, of each document. One table, of one forward pass,
-    may serve all L where no prediction depends on how many tokens follow: for a causal model with learned or static
-    rotary positions, not where the rotary frequencies follow the input's length.
+    The shortest openings of L tokens or more serve: where only the longest were fed, one forward pass serves all L, as
+    is right where no prediction depends on how many tokens follow (a causal model with learned or static rotary
+    positions, not where the rotary frequencies follow the input's length).
     """
-    return {length: summarize(_first(table, length)) for length, table in openings.items()}
+    return {length: summarize(_first_tokens(table, length)) for length in lengths}
 
 
-def ppl_at_length_macro(openings: Mapping[int, TargetTable]) -> dict[int, float]:
+def ppl_at_length_macro(table: TargetTable, lengths: Iterable[int]) -> dict[int, float]:
     """Unweighted mean of the documents' perplexities at L; YaRN's published curves are of this kind."""
-    return {length: _mean_document_ppl(_first(table, length)) for length, table in openings.items()}
+    return {length: _mean_document_ppl(_first_tokens(table, length)) for length in lengths}
+
+
+def ppl_vs_context(table: TargetTable) -> dict[int, Score]:
+    """Score the same targets with each number of tokens fed."""
+    return {length: summarize(table.of(CONTEXT, length)) for length in table.lengths(CONTEXT)}
+
+
+def ppl_strided(table: TargetTable) -> Score:
+    """Score whole documents, by the windows and the stride that they were fed in."""
+    return summarize(table.of(STRIDED))
 
 
 def loss_by_position(table: TargetTable) -> dict[tuple[int, int], Score]:
-    """Score targets by position in their document, in ranges [1, 2), [2, 4), [4, 8), ... to the last one."""
-    end = int(table.position.max()) + 1
+    """Score the targets of the longest openings by position, in ranges [1, 2), [2, 4), [4, 8), ... to the last one."""
+    longest = longest_openings(table)
+    end = int(longest.position.max()) + 1
     edges = [1]
     while edges[-1] < end:
         edges.append(min(2 * edges[-1], end))
     return {
-        (start, stop): summarize(table.where((start <= table.position) & (table.position < stop)))
+        (start, stop): summarize(longest.where((start <= longest.position) & (longest.position < stop)))
         for start, stop in pairwise(edges)
     }
 
 
-def _first(table: TargetTable, length: int) -> TargetTable:
-    return table.where(table.position < length)
+def word_perplexity(score: Score, words: int) -> float:
+    """exp(NLL of the documents' text / words), as lm-eval has it."""
+    return _exp(score.text_nll_sum / words)
+
+
+def byte_perplexity(score: Score) -> float:
+    """exp(NLL of the documents' text / UTF-8 bytes) = 2 ** bits per byte, as lm-eval has it."""
+    return _exp(score.text_nll_sum / score.bytes) if score.bytes else math.nan
+
+
+def longest_openings(table: TargetTable) -> TargetTable:
+    """The targets of the longest first tokens that were fed."""
+    return table.of(OPENING, max(table.lengths(OPENING)))
+
+
+def _first_tokens(table: TargetTable, length: int) -> TargetTable:
+    """The targets of the first `length` tokens, from the shortest openings that have as many."""
+    fed = min(opening for opening in table.lengths(OPENING) if opening >= length)
+    openings = table.of(OPENING, fed)
+    return openings.where(openings.position < length)
 
 
 def _mean_document_ppl(table: TargetTable) -> float:

@@ -2,33 +2,51 @@
 
 One forward over the first tokens of the documents gives perplexity at every length and loss by position, or one
 for each length where predictions depend on how many tokens follow; perplexity against context scores the same
-targets once per context length.
+targets once per context length; strided windows score whole documents. All are reductions of one table of targets.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from flashtrain.evaluation.journal import Journal
+from flashtrain.evaluation.key_tokens import (
+    Choice,
+    KeyScore,
+    KeyTokens,
+    choose_keys,
+    read_keys,
+    score_keys,
+    short_context,
+)
 from flashtrain.evaluation.metrics import (
     Score,
     loss_by_position,
     ppl_at_length,
     ppl_at_length_macro,
-    summarize,
+    ppl_strided,
+    ppl_vs_context,
 )
-from flashtrain.evaluation.options import EvalOptions
-from flashtrain.evaluation.scoring import NllFunction, TokenStream, score
+from flashtrain.evaluation.options import SELF, EvalOptions
+from flashtrain.evaluation.scoring import Documents, NllFunction, score
+from flashtrain.evaluation.table import TargetTable
 from flashtrain.evaluation.windows import (
+    Anchors,
     Windows,
     anchors_every,
     documents_of,
     evenly_spaced,
     opening_windows,
     reached_lengths,
+    short_windows,
+    strided_windows,
 )
+
+CountWords = Callable[[np.ndarray], int]  # of the text of these token ids, (n,)
 
 
 @dataclass(frozen=True)
@@ -36,6 +54,7 @@ class Conditions:
     """What the figures depend on beside the options; the caller knows, the reports repeat it."""
 
     model: str
+    weights: str  # digest of the checkpoint
     step: int
     training_length: int
     positions: str
@@ -44,6 +63,7 @@ class Conditions:
     device: str
     corpus: str
     corpus_fingerprint: str
+    text_fingerprint: str
     tokenizer: str
     tokenizer_fingerprint: str
     prefix_id: int
@@ -59,6 +79,17 @@ class Coverage:
     longest_document: int
     anchors: int
     anchors_in_corpus: int
+    whole_documents: int
+    whole_documents_in_corpus: int
+    too_short: int
+
+
+@dataclass(frozen=True)
+class Strided:
+    """Whole documents, scored in windows of `eval.window` and `eval.stride`."""
+
+    score: Score
+    words: int | None  # in their text, as lm-eval counts them; None where the first token was not scored
 
 
 @dataclass(frozen=True)
@@ -69,6 +100,8 @@ class PerplexityCurves:
     at_length_macro: dict[int, float]
     vs_context: dict[int, Score]
     by_position: dict[tuple[int, int], Score]
+    strided: Strided | None
+    key_tokens: KeyScore | None
     unreached: tuple[int, ...]
     coverage: Coverage
     options: EvalOptions
@@ -84,69 +117,124 @@ class PerplexityCurves:
         return length > self.conditions.training_length
 
 
-def perplexity_curves(
-    nll: NllFunction,
-    stream: TokenStream,
-    *,
-    bytes_per_token: np.ndarray,
-    options: EvalOptions,
-    conditions: Conditions,
-    follows_length: bool,
-    console: Console,
-) -> PerplexityCurves:
-    """Score the validation documents and return every curve; a progress bar runs on `console` meanwhile.
+@dataclass(frozen=True)
+class Evaluation:
+    """The table that was scored, and what it comes to."""
 
-    The model behind `nll` is in evaluation mode and good for the lengths (EvalOptions.validate). Documents
-    shorter than the longest length that any reaches are left out at every length, so that all lengths are
-    about the same documents. Raises UserError when no document has the shortest length.
+    table: TargetTable
+    curves: PerplexityCurves
+    keys: KeyTokens | None  # those that this model chose
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an evaluation scores."""
+
+    lengths: list[int]
+    opened: np.ndarray
+    anchors: Anchors
+    whole: np.ndarray
+    windows: list[Windows]
+    coverage: Coverage
+
+
+def plan_windows(documents: Documents, options: EvalOptions, follows_length: bool) -> Plan:
+    """Choose documents, anchors and windows.
+
+    Documents shorter than the longest length that any reaches are left out of the openings at every length, so that
+    all lengths are about the same documents. Raises UserError when no document has the shortest length.
 
     follows_length: the first L tokens have a forward of their own for every L, as dynamic rotary scaling wants it;
         loss by position is then of the longest.
     """
-    document_tokens = np.diff(stream.offsets)
-    lengths = reached_lengths(document_tokens, options.lengths)
-    long_enough = documents_of(document_tokens, lengths[-1])
+    num_tokens = documents.num_tokens
+    lengths = reached_lengths(num_tokens, options.lengths)
+    longest = lengths[-1]
+    long_enough = documents_of(num_tokens, longest)
     opened = long_enough[evenly_spaced(len(long_enough), options.max_documents)]
-    openings = {length: opening_windows(opened, length) for length in (lengths if follows_length else lengths[-1:])}
-    all_anchors = anchors_every(document_tokens, lengths[-1])
+    all_anchors = anchors_every(num_tokens, longest)
     anchors = all_anchors.pick(options.max_anchors)
-    in_context = [anchors.windows(length, options.targets_per_anchor) for length in lengths]
+    windows = [opening_windows(opened, length) for length in (lengths if follows_length else [longest])]
+    windows += [anchors.windows(length, options.targets_per_anchor) for length in lengths]
+    all_whole = documents_of(num_tokens, 2)
+    whole = all_whole[evenly_spaced(len(all_whole), options.max_documents if options.window else 0)]
+    if options.window:
+        windows += strided_windows(whole, num_tokens, options.window, options.stride)
+    if options.key_tokens == SELF:
+        windows.append(short_windows(opened, longest, *short_context(longest)))
+    coverage = Coverage(
+        documents=len(opened),
+        documents_long_enough=len(long_enough),
+        documents_in_corpus=len(num_tokens),
+        longest_document=int(num_tokens.max()),
+        anchors=len(anchors),
+        anchors_in_corpus=len(all_anchors),
+        whole_documents=len(whole),
+        whole_documents_in_corpus=len(all_whole),
+        too_short=len(num_tokens) - len(all_whole),
+    )
+    return Plan(lengths, opened, anchors, whole, windows, coverage)
 
+
+def evaluate_perplexity(
+    nll: NllFunction,
+    documents: Documents,
+    *,
+    bytes_per_token: np.ndarray,
+    count_words: CountWords,
+    options: EvalOptions,
+    conditions: Conditions,
+    follows_length: bool,
+    console: Console,
+    journal: Journal | None = None,
+) -> Evaluation:
+    """Score the validation documents and reduce the table; a progress bar runs on `console` meanwhile.
+
+    The model behind `nll` is in evaluation mode and good for the lengths (EvalOptions.validate). Raises UserError as
+    `plan_windows` and `read_keys`. follows_length: as there. journal: as `score` takes it.
+    """
+    given_keys = None
+    if options.key_tokens not in (None, SELF):
+        given_keys = read_keys(Path(options.key_tokens), conditions.text_fingerprint)
+    plan = plan_windows(documents, options, follows_length)
     with _progress(console) as progress:
-        task = progress.add_task("perplexity", total=_tokens([*openings.values(), *in_context]))
-
-        def score_windows(windows: Windows):
-            return score(
-                nll,
-                stream,
-                windows,
-                bytes_per_token=bytes_per_token,
-                batch_tokens=options.batch_tokens,
-                advance=lambda tokens: progress.advance(task, tokens),
-            )
-
-        opening_targets = {length: score_windows(windows) for length, windows in openings.items()}
-        vs_context = {windows.length: summarize(score_windows(windows)) for windows in in_context}
-
-    longest = opening_targets[lengths[-1]]
-    of_length = {length: opening_targets.get(length, longest) for length in lengths}
-    return PerplexityCurves(
-        at_length=ppl_at_length(of_length),
-        at_length_macro=ppl_at_length_macro(of_length),
-        vs_context=vs_context,
-        by_position=loss_by_position(longest),
-        unreached=tuple(length for length in options.lengths if length not in lengths),
-        coverage=Coverage(
-            documents=len(opened),
-            documents_long_enough=len(long_enough),
-            documents_in_corpus=len(document_tokens),
-            longest_document=int(document_tokens.max()),
-            anchors=len(anchors),
-            anchors_in_corpus=len(all_anchors),
-        ),
+        task = progress.add_task("perplexity", total=_tokens(plan.windows))
+        table = score(
+            nll,
+            documents,
+            plan.windows,
+            bytes_per_token=bytes_per_token,
+            batch_tokens=options.batch_tokens,
+            advance=lambda tokens: progress.advance(task, tokens),
+            journal=journal,
+        )
+    chosen_keys = None
+    if options.key_tokens == SELF:
+        longest = plan.lengths[-1]
+        evaluator = f"{conditions.model} at step {conditions.step:,} ({conditions.weights[:8]})"
+        choice = Choice(evaluator, conditions.text_fingerprint, longest, short_context(longest)[0])
+        chosen_keys = choose_keys(table, choice)
+    keys = given_keys or chosen_keys
+    words = None
+    if options.window and options.prefix != "none":
+        words = sum(count_words(documents.tokens(d, 1, n)) for d, n in _numbered_tokens(documents, plan.whole))
+    curves = PerplexityCurves(
+        at_length=ppl_at_length(table, plan.lengths),
+        at_length_macro=ppl_at_length_macro(table, plan.lengths),
+        vs_context=ppl_vs_context(table),
+        by_position=loss_by_position(table),
+        strided=Strided(ppl_strided(table), words) if options.window else None,
+        key_tokens=score_keys(table, keys) if keys else None,
+        unreached=tuple(length for length in options.lengths if length not in plan.lengths),
+        coverage=plan.coverage,
         options=options,
         conditions=conditions,
     )
+    return Evaluation(table, curves, chosen_keys)
+
+
+def _numbered_tokens(documents: Documents, chosen: np.ndarray) -> Iterable[tuple[int, int]]:
+    return zip(chosen.tolist(), documents.num_tokens[chosen].tolist(), strict=True)
 
 
 def _tokens(all_windows: Iterable[Windows]) -> int:

@@ -1,4 +1,4 @@
-"""Perplexity curves for people and programs: terminal tables, JSON and CSV.
+"""Perplexity curves for people and programs: terminal tables, JSON, CSV, and the table of targets as parquet.
 
 Nothing is computed here. A figure that is not finite is null in JSON and empty in CSV.
 """
@@ -14,30 +14,50 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from flashtrain.evaluation.metrics import Score
-from flashtrain.evaluation.perplexity import PerplexityCurves
+from flashtrain.evaluation.key_tokens import LEAST_GAIN, MOST_NLL, KeyScore, write_keys
+from flashtrain.evaluation.metrics import Score, byte_perplexity, word_perplexity
+from flashtrain.evaluation.perplexity import Evaluation, PerplexityCurves, Strided
 from flashtrain.evaluation.plot import save_plot
+from flashtrain.evaluation.table import write_table
+
+JSON_FILE = "perplexity.json"
+PREFIX_PLACES = {
+    "document": "in front of every document",
+    "window": "in front of every document and in place of each window's first token",
+    "none": "nowhere: a document's first token is not scored",
+}
 
 CSV_COLUMNS = [
     "metric",
     "length",
+    "window",
+    "stride",
     "start",
     "stop",
     "perplexity",
     "perplexity_macro",
     "loss",
     "bits_per_byte",
+    "word_perplexity",
+    "byte_perplexity",
     "targets",
     "bytes",
+    "words",
     "documents",
+    "scored_targets",
+    "evaluator",
     "beyond_training_length",
 ]
 
 
-def write_reports(curves: PerplexityCurves, folder: Path) -> list[Path]:
-    """Write perplexity.json, perplexity.csv and perplexity.png into `folder` and return their paths."""
+def write_reports(evaluation: Evaluation, folder: Path) -> list[Path]:
+    """Write perplexity.json, .csv and .png, targets.parquet, and key_tokens.parquet where there are any, into `folder`.
+
+    Returns their paths.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    json_path, csv_path, png_path = (folder / f"perplexity.{suffix}" for suffix in ("json", "csv", "png"))
+    curves = evaluation.curves
+    json_path, csv_path, png_path = folder / JSON_FILE, folder / "perplexity.csv", folder / "perplexity.png"
     json_path.write_text(json.dumps(as_json(curves), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     with csv_path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, CSV_COLUMNS)
@@ -45,14 +65,24 @@ def write_reports(curves: PerplexityCurves, folder: Path) -> list[Path]:
         for metric, rows in rows_by_metric(curves).items():
             writer.writerows({"metric": metric} | row for row in rows)
     save_plot(curves, png_path)
-    return [json_path, csv_path, png_path]
+    table_path = folder / "targets.parquet"
+    write_table(evaluation.table, table_path, facts(curves))
+    paths = [json_path, csv_path, png_path, table_path]
+    if evaluation.keys:
+        paths.append(folder / "key_tokens.parquet")
+        write_keys(evaluation.keys, paths[-1])
+    return paths
 
 
 def as_json(curves: PerplexityCurves) -> dict:
     """All figures with their counts, what was scored, and under which conditions; plain values only."""
-    return rows_by_metric(curves) | {
-        "unreached_lengths": list(curves.unreached),
-        "scored": asdict(curves.coverage) | {"prefix": "document", "description": describe_scored(curves)},
+    return rows_by_metric(curves) | {"unreached_lengths": list(curves.unreached)} | facts(curves)
+
+
+def facts(curves: PerplexityCurves) -> dict:
+    """What was scored, how, and of which model, as plain values."""
+    return {
+        "scored": asdict(curves.coverage) | {"description": describe_scored(curves)},
         "options": asdict(curves.options),
         "conditions": asdict(curves.conditions),
     }
@@ -72,20 +102,35 @@ def rows_by_metric(curves: PerplexityCurves) -> dict[str, list[dict]]:
             "beyond_training_length": curves.beyond_training(length),
         }
 
-    return {
+    options, strided, keys = curves.options, curves.strided, curves.key_tokens
+    rows = {
         "ppl_at_length": [
-            {"length": length}
-            | figures(score, length)
-            | {"perplexity_macro": _finite(curves.at_length_macro[length])}
+            {"length": length} | figures(score, length) | {"perplexity_macro": _finite(curves.at_length_macro[length])}
             for length, score in curves.at_length.items()
         ],
-        "ppl_vs_context": [
-            {"length": length} | figures(score, length) for length, score in curves.vs_context.items()
-        ],
+        "ppl_vs_context": [{"length": length} | figures(score, length) for length, score in curves.vs_context.items()],
         "loss_by_position": [
-            {"start": start, "stop": stop} | figures(score, stop)
-            for (start, stop), score in curves.by_position.items()
+            {"start": start, "stop": stop} | figures(score, stop) for (start, stop), score in curves.by_position.items()
         ],
+    }
+    if strided:
+        windows = {"window": options.window, "stride": options.stride}
+        rows["ppl_strided"] = [windows | figures(strided.score, options.window) | _compatible(strided)]
+    if keys:
+        in_scored = {"length": curves.longest, "scored_targets": keys.scored, "evaluator": keys.choice.evaluator}
+        scored = figures(keys.score, curves.longest) if keys.score else {"perplexity": None, "targets": 0}
+        rows["key_ppl"] = [in_scored | scored]
+    return rows
+
+
+def _compatible(strided: Strided) -> dict:
+    """What lm-eval reports, of the same windows where stride == window; nothing where a first token is not scored."""
+    if strided.words is None:
+        return {}
+    return {
+        "word_perplexity": _finite(word_perplexity(strided.score, strided.words)),
+        "byte_perplexity": _finite(byte_perplexity(strided.score)),
+        "words": strided.words,
     }
 
 
@@ -94,9 +139,12 @@ def terminal_report(curves: PerplexityCurves) -> Group:
     sentences = [describe_scored(curves), describe_conditions(curves)]
     if curves.beyond_training(curves.longest):
         sentences.insert(0, f"* beyond the training length of {curves.conditions.training_length:,} tokens")
-    return Group(
-        _length_table(curves), "", _position_table(curves), "", Text("\n".join(sentences), style="dim")
-    )
+    tables = [_length_table(curves), "", _position_table(curves), ""]
+    if curves.strided:
+        tables += [_strided_table(curves, curves.strided), ""]
+    if curves.key_tokens:
+        tables += [_key_table(curves.key_tokens), ""]
+    return Group(*tables, Text("\n".join(sentences), style="dim"))
 
 
 def describe_scored(curves: PerplexityCurves) -> str:
@@ -108,13 +156,23 @@ def describe_scored(curves: PerplexityCurves) -> str:
         f"Context: the {options.targets_per_anchor:,} tokens before each of {coverage.anchors:,} anchors, of "
         f"{coverage.anchors_in_corpus:,} that lie {curves.longest:,} tokens apart in documents.",
     ]
+    if curves.strided:
+        sentences.append(
+            f"Windows: {coverage.whole_documents:,} whole documents of {coverage.whole_documents_in_corpus:,}, each "
+            f"target once with up to {options.window:,} tokens before it"
+            f"{f'; {coverage.too_short:,} documents have nothing to predict' if coverage.too_short else ''}."
+        )
+    if (keys := curves.key_tokens) is not None:
+        sentences.append(
+            f"Key tokens: of {keys.choice.evaluator}, {keys.chosen:,} of them in the first {keys.choice.longest:,} "
+            f"tokens; these gain over {LEAST_GAIN:g} nats over a context from {keys.choice.short_context:,} tokens on, "
+            f"to below {MOST_NLL:g}."
+        )
     if coverage.documents < coverage.documents_long_enough or coverage.anchors < coverage.anchors_in_corpus:
         sentences.append("Those scored are evenly spaced in corpus order.")
     if curves.unreached:
         lengths = ", ".join(f"{length:,}" for length in curves.unreached)
-        sentences.append(
-            f"Not scored: {lengths}; the longest document has {coverage.longest_document:,} tokens."
-        )
+        sentences.append(f"Not scored: {lengths}; the longest document has {coverage.longest_document:,} tokens.")
     return " ".join(sentences)
 
 
@@ -125,7 +183,8 @@ def describe_conditions(curves: PerplexityCurves) -> str:
         f"{given.model} at step {given.step:,}, trained on {given.training_length:,} tokens in a row; "
         f"{given.positions}; "
         f"{given.attention} attention, {given.dtype} on {given.device}; {given.corpus} corpus "
-        f"{given.corpus_fingerprint[:8]}; {given.tokenizer} tokens, {given.prefix_id} in front of every document."
+        f"{given.corpus_fingerprint[:8]}; {given.tokenizer} tokens, {given.prefix_id} "
+        f"{PREFIX_PLACES[curves.options.prefix]}; positions count from 0 in each window."
     )
 
 
@@ -161,6 +220,32 @@ def _position_table(curves: PerplexityCurves) -> Table:
             _figure(score.bits_per_byte),
             f"{score.targets:,}",
         )
+    return table
+
+
+def _strided_table(curves: PerplexityCurves, strided: Strided) -> Table:
+    options, score = curves.options, strided.score
+    table = _table(f"Whole documents, window {options.window:,}, stride {options.stride:,}")
+    for heading in ("ppl", "bits/byte", "word ppl", "byte ppl", "targets", "documents"):
+        table.add_column(heading, justify="right")
+    compatible = _compatible(strided)
+    table.add_row(
+        _figure(score.perplexity),
+        _figure(score.bits_per_byte),
+        _figure(word_perplexity(score, strided.words)) if compatible else "-",
+        _figure(byte_perplexity(score)) if compatible else "-",
+        f"{score.targets:,}",
+        f"{score.documents:,}",
+    )
+    return table
+
+
+def _key_table(keys: KeyScore) -> Table:
+    table = _table("Key tokens, which need long context")
+    for heading in ("key ppl", "key targets", "share"):
+        table.add_column(heading, justify="right")
+    perplexity = _figure(keys.score.perplexity) if keys.score else "no key target"
+    table.add_row(perplexity, f"{keys.keys:,}", f"{keys.fraction:.2%}")
     return table
 
 

@@ -4,20 +4,26 @@ The model is a callable, so that this file knows no device, head or precision. T
 equally long: there is no padding that could be scored by mistake.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from flashtrain.evaluation.windows import Windows
+from flashtrain.evaluation.journal import Journal
+from flashtrain.evaluation.table import TargetTable, concatenate
+from flashtrain.evaluation.windows import PURPOSES, Windows
 
 NOT_SCORED = -100  # cross-entropy's ignore index
 
 # nll(inputs (B, L) int64, targets (B, L) int64) -> (B, L) floating point, in nats: inputs[:, : i + 1] predict
 # targets[:, i]. Both come on the CPU, the answer may lie on any device; it is not read where NOT_SCORED.
 NllFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+PREFIXES = ("document", "window", "none")
+"""Where the prefix token stands: before each document, there and in place of each window's first token, or nowhere."""
 
 
 class TokenStream(Protocol):
@@ -28,61 +34,120 @@ class TokenStream(Protocol):
 
 
 @dataclass(frozen=True)
-class TargetTable:
-    """One row per scored target, as columns of equal length."""
+class Documents:
+    """The documents of a stream as they are scored: with their prefix token first, or without."""
 
-    document: np.ndarray  # int32, index of the document
-    position: np.ndarray  # int32, index of the target in its document, whose prefix token is index 0
-    context: np.ndarray  # int32, tokens the model saw before the target
-    bytes: np.ndarray  # int32, UTF-8 bytes of text the target stands for; 0 for a special token
-    nll: np.ndarray  # float32, negative log-likelihood in nats
+    stream: TokenStream
+    prefix: str  # one of PREFIXES
 
-    def __len__(self) -> int:
-        return len(self.nll)
+    @property
+    def starts(self) -> np.ndarray:
+        """(documents,) int64: where each begins in the stream."""
+        return self.stream.offsets[:-1] + (self.prefix == "none")
 
-    def where(self, mask: np.ndarray) -> "TargetTable":
-        return TargetTable(*(column[mask] for column in vars(self).values()))
+    @property
+    def num_tokens(self) -> np.ndarray:
+        """(documents,) int64"""
+        return np.maximum(self.stream.offsets[1:] - self.starts, 0)
+
+    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
+        """y[start : stop] of that document, int64."""
+        first = self.starts[document]
+        return self.stream.tokens[first + start : first + stop].astype(np.int64)
+
+    def fed(self, document: int, start: int, stop: int) -> np.ndarray:
+        """What a window y[start : stop] feeds, int64: the tokens, or the document's prefix in place of the first."""
+        tokens = self.tokens(document, start, stop)
+        if self.prefix == "window":
+            tokens[0] = self.stream.tokens[self.stream.offsets[document]]
+        return tokens
 
 
 def score(
     nll: NllFunction,
-    stream: TokenStream,
-    windows: Windows,
+    documents: Documents,
+    all_windows: Sequence[Windows],
     *,
     bytes_per_token: np.ndarray,
     batch_tokens: int,
     advance: Callable[[int], object],
+    journal: Journal | None = None,
 ) -> TargetTable:
     """Return the table of the windows' targets, in batches of at most `batch_tokens` tokens or one window.
 
     bytes_per_token: (vocabulary,) integers. advance: called after each batch with the number of tokens fed.
+    journal: keeps what each batch came to; what it has already is not computed again.
     """
-    length, num_targets = windows.length, windows.num_targets
-    scored = slice(length - 1 - num_targets, length - 1)  # the token before each target predicts it
-    nlls, target_bytes = [], []
-    for tokens_BL in _batches(stream, windows, max(1, batch_tokens // length)):
-        targets_BL = np.full_like(tokens_BL, NOT_SCORED)
-        targets_BL[:, scored] = tokens_BL[:, length - num_targets :]
-        with torch.no_grad():
-            nll_BL = nll(torch.from_numpy(tokens_BL), torch.from_numpy(targets_BL))
-        nlls.append(nll_BL[:, scored].float().cpu().numpy())
-        target_bytes.append(bytes_per_token[targets_BL[:, scored]])
-        advance(tokens_BL.size)
-
-    context = np.arange(length - num_targets, length)
-    position = windows.starts[:, None] + context
-    return TargetTable(
-        document=np.repeat(windows.documents, num_targets).astype(np.int32),
-        position=position.ravel().astype(np.int32),
-        context=np.tile(context, len(windows)).astype(np.int32),
-        bytes=np.concatenate(target_bytes).ravel().astype(np.int32),
-        nll=np.concatenate(nlls).ravel(),
-    )
+    nlls = []
+    for windows in all_windows:
+        for batch in _batches(windows, batch_tokens):
+            count = int(windows.num_targets[batch].sum())
+            values = journal.take(count) if journal else None
+            if values is None:
+                values = _score_batch(nll, documents, windows, batch)
+                if journal:
+                    journal.append(values)
+            nlls.append(values)
+            advance(len(windows.documents[batch]) * windows.length)
+    return _table(documents, all_windows, np.concatenate(nlls), bytes_per_token)
 
 
-def _batches(stream: TokenStream, windows: Windows, rows: int) -> Iterator[np.ndarray]:
-    """Yield the tokens of the windows, (at most `rows`, length) int64."""
-    starts = stream.offsets[windows.documents] + windows.starts
-    for first in range(0, len(starts), rows):
-        batch = [stream.tokens[start : start + windows.length] for start in starts[first : first + rows]]
-        yield np.stack(batch).astype(np.int64)
+def _batches(windows: Windows, batch_tokens: int) -> Iterator[slice]:
+    rows = max(1, batch_tokens // windows.length)
+    return (slice(first, first + rows) for first in range(0, len(windows), rows))
+
+
+def _score_batch(nll: NllFunction, documents: Documents, windows: Windows, batch: slice) -> np.ndarray:
+    """(targets,) float32, window after window."""
+    columns = (windows.documents, windows.starts, windows.stops, windows.num_targets)
+    rows = list(zip(*(column[batch].tolist() for column in columns), strict=True))
+    inputs_BL = np.stack([documents.fed(d, start, start + windows.length) for d, start, _, _ in rows])
+    targets_BL = np.full_like(inputs_BL, NOT_SCORED)
+    for row, (document, start, stop, count) in zip(targets_BL, rows, strict=True):
+        row[stop - count - 1 - start : stop - 1 - start] = documents.tokens(document, stop - count, stop)
+    with torch.no_grad():
+        nll_BL = nll(torch.from_numpy(inputs_BL), torch.from_numpy(targets_BL))
+    return nll_BL.float().cpu().numpy()[targets_BL != NOT_SCORED]
+
+
+def _table(
+    documents: Documents, all_windows: Sequence[Windows], nll: np.ndarray, bytes_per_token: np.ndarray
+) -> TargetTable:
+    """All columns but the last follow from the windows and the documents."""
+    parts, first_row, first_window = [], 0, 0
+    for windows in all_windows:
+        counts = windows.num_targets
+        stop_row = first_row + int(counts.sum())
+        which = np.repeat(np.arange(len(windows)), counts)
+        position = np.arange(len(which)) - np.repeat(np.cumsum(counts) - windows.stops, counts)
+        document = windows.documents[which]
+        offset, num_bytes = _text_places(documents, document, position, bytes_per_token)
+        parts.append(
+            TargetTable(
+                purpose=np.full(len(which), PURPOSES.index(windows.purpose), np.int8),
+                length=np.full(len(which), windows.length, np.int32),
+                window=(first_window + which).astype(np.int32),
+                document=document.astype(np.int32),
+                position=position.astype(np.int32),
+                context=(position - windows.starts[which]).astype(np.int32),
+                offset=offset,
+                bytes=num_bytes,
+                nll=nll[first_row:stop_row],
+            )
+        )
+        first_row, first_window = stop_row, first_window + len(windows)
+    return concatenate(parts)
+
+
+def _text_places(
+    documents: Documents, document: np.ndarray, position: np.ndarray, bytes_per_token: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where each target begins in its document's text, int64, and how long it is, int32, in bytes."""
+    offset, num_bytes = np.empty(len(document), np.int64), np.empty(len(document), np.int32)
+    edges = [0, *(np.flatnonzero(np.diff(document)) + 1).tolist(), len(document)]
+    for rows in (slice(start, stop) for start, stop in pairwise(edges)):
+        places = position[rows]
+        of_token = bytes_per_token[documents.tokens(document[rows.start], 0, int(places.max()) + 1)]
+        num_bytes[rows] = of_token[places]
+        offset[rows] = (np.cumsum(of_token) - of_token)[places]
+    return offset, num_bytes

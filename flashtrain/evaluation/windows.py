@@ -1,6 +1,6 @@
 """Which windows of which documents an evaluation feeds, and which of their tokens it scores.
 
-A document y is `[prefix] + tokens`; a window is some of its tokens in a row, never across two documents.
+A document y is `[prefix] + tokens`, or its tokens alone; a window is some of y in a row, never across two documents.
 Everything here is a deterministic function of document lengths: no model, no tokens, no randomness.
 """
 
@@ -11,21 +11,29 @@ import numpy as np
 
 from flashtrain.errors import UserError
 
+OPENING, CONTEXT, STRIDED, SHORT = "opening", "context", "strided", "short"
+PURPOSES = (OPENING, CONTEXT, STRIDED, SHORT)
+"""What windows are scored for: first tokens of documents, the same targets in contexts of several lengths, whole
+documents, and targets of openings in a short context."""
+
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows y[start : start + length] that are fed whole; the last `num_targets` tokens of each are scored.
+    """Windows y[start : start + length] that are fed whole, and of each the targets y[stop - num_targets : stop].
 
-    A target sees the tokens of its window that stand before it, so `num_targets < length`.
+    A target sees the tokens of its window that stand before it: start < stop - num_targets, stop <= start + length + 1.
     """
 
-    length: int
-    num_targets: int
+    purpose: str  # one of PURPOSES
+    length: int  # tokens fed
     documents: np.ndarray  # (windows,) int64: index of the document
     starts: np.ndarray  # (windows,) int64: position in the document of the window's first token
+    stops: np.ndarray  # (windows,) int64: position behind the last target
+    num_targets: np.ndarray  # (windows,) int64
 
     def __post_init__(self):
-        assert 1 <= self.num_targets < self.length
+        assert (self.num_targets >= 1).all() and (self.starts < self.stops - self.num_targets).all()
+        assert (self.stops <= self.starts + self.length + 1).all()
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -43,7 +51,8 @@ class Anchors:
 
     def windows(self, length: int, num_targets: int) -> Windows:
         """The same targets with `length` tokens fed: y[end - length : end]."""
-        return Windows(length, num_targets, self.documents, self.ends - length)
+        counts = np.full(len(self), num_targets)
+        return Windows(CONTEXT, length, self.documents, self.ends - length, self.ends, counts)
 
     def pick(self, limit: int | None) -> "Anchors":
         """At most `limit` of the anchors, evenly spaced in corpus order."""
@@ -77,13 +86,53 @@ def documents_of(document_tokens: np.ndarray, length: int) -> np.ndarray:
 
 def opening_windows(documents: np.ndarray, length: int) -> Windows:
     """The first `length` tokens of each document; all but the very first are scored."""
-    return Windows(length, length - 1, documents, np.zeros_like(documents))
+    starts = np.zeros_like(documents)
+    return Windows(OPENING, length, documents, starts, starts + length, starts + length - 1)
 
 
 def anchors_every(document_tokens: np.ndarray, spacing: int) -> Anchors:
     """All anchors at spacing, 2 * spacing, ... that lie within their document."""
     counts = document_tokens // spacing
-    documents = np.repeat(np.arange(len(counts)), counts)
-    first_of_document = np.repeat(np.cumsum(counts) - counts, counts)
-    ordinal = np.arange(len(documents)) - first_of_document
+    documents, ordinal = _numbered(counts)
     return Anchors(documents, (ordinal + 1) * spacing)
+
+
+def strided_windows(documents: np.ndarray, document_tokens: np.ndarray, window: int, stride: int) -> list[Windows]:
+    """Windows that score every token of the documents but the first, once, with up to `window` tokens before each.
+
+    The first window of a document scores all that it predicts; each next ends `stride` tokens later, or where the
+    document ends, and scores what is new, with `window - stride + 1` to `window` tokens of context. stride == window
+    is disjoint windows, as lm-eval's rolling log-likelihood has them, stride == 1 an exact sliding window. Windows of
+    documents with fewer tokens than `window` are shorter: an entry of the list for each length.
+
+    documents: (documents,) indices, of at least 2 tokens each. document_tokens: those of all documents.
+    """
+    predicted = document_tokens[documents] - 1
+    first = np.minimum(window, predicted)
+    found = []
+    for length in np.unique(first).tolist():
+        chosen = first == length
+        last = predicted[chosen]
+        which, ordinal = _numbered(1 + -(-(last - length) // stride))
+        ends = np.minimum(length + ordinal * stride, last[which])
+        before = np.where(ordinal == 0, 0, length + (ordinal - 1) * stride)
+        found.append(Windows(STRIDED, length, documents[chosen][which], ends - length, ends + 1, ends - before))
+    return found
+
+
+def short_windows(documents: np.ndarray, length: int, context: int, step: int) -> Windows:
+    """Targets of the first `length` tokens from position `context` on, with `context` to `context + step - 1` before.
+
+    The last window of a document has fewer targets where `step` does not divide length - context, and more context.
+    """
+    fed = context + step
+    which, ordinal = _numbered(np.full(len(documents), -(-(length - context) // step)))
+    stops = np.minimum(fed + ordinal * step, length)
+    before = context + ordinal * step
+    return Windows(SHORT, fed, documents[which], stops - fed, stops, stops - before)
+
+
+def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(which, ordinal): thing i is there counts[i] times, numbered from 0 each time."""
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)

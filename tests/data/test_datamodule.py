@@ -22,7 +22,7 @@ def stream(num_tokens):
 
 
 def corpus(train=30 * S + 1, validation=10 * S + 1):
-    return Corpus("0123", "made-up tokens", "none", 0, 0, None, stream(train), stream(validation))
+    return Corpus("0123", "0123", "made-up tokens", "none", 0, 0, None, stream(train), stream(validation))
 
 
 def data_module(**changes):
@@ -191,7 +191,7 @@ def stream_of_documents(lengths):
 
 
 def apart(isolate_documents=True):
-    made = Corpus("0123", "made-up tokens", "none", 0, 0, None, *2 * [stream_of_documents(DOCUMENTS)])
+    made = Corpus("0123", "0123", "made-up tokens", "none", 0, 0, None, *2 * [stream_of_documents(DOCUMENTS)])
     data = data_module(
         corpus=made, validation_rows=1000, rows_per_step=5, num_steps=2, isolate_documents=isolate_documents
     )

@@ -1,14 +1,31 @@
 """Streams of documents, and models whose every prediction is known, as the scorer's callables."""
 
-from dataclasses import dataclass
+import io
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
-from flashtrain.evaluation.perplexity import Conditions
+from flashtrain.evaluation.options import EvalOptions
+from flashtrain.evaluation.perplexity import Conditions, evaluate_perplexity
+from flashtrain.evaluation.scoring import Documents
 
 PREFIX = 256
+
+OPTIONS = EvalOptions(
+    lengths=[32, 64, 128],
+    targets_per_anchor=16,
+    max_documents=None,
+    max_anchors=None,
+    window=None,
+    stride=None,
+    prefix="document",
+    key_tokens=None,
+    batch_tokens=512,
+    prefill_tokens=None,
+)
 
 
 @dataclass
@@ -57,6 +74,7 @@ def recurrent_nll():
     with torch.no_grad():
         head.weight.mul_(20)  # far from uniform, so that every target has its own nll
 
+    @torch.no_grad()
     def nll(inputs, targets):
         hidden, _ = gru(embedding(inputs))
         return torch.nn.functional.cross_entropy(head(hidden).transpose(1, 2), targets, reduction="none")
@@ -68,6 +86,7 @@ def recurrent_nll():
 def conditions():
     return Conditions(
         model="nano",
+        weights="5e0c4af1",
         step=400,
         training_length=512,
         positions="learned positions",
@@ -76,7 +95,35 @@ def conditions():
         device="cpu",
         corpus="stdlib",
         corpus_fingerprint="3f9a12cd",
+        text_fingerprint="77d0b1e2",
         tokenizer="bytes",
         tokenizer_fingerprint="0b17e5",
         prefix_id=PREFIX,
     )
+
+
+@pytest.fixture
+def evaluation_of(byte_counts, conditions):
+    """Evaluate a model on a stream with OPTIONS, or changes of them."""
+
+    def build(nll, stream, follows_length=False, journal=None, **changes):
+        options = replace(OPTIONS, **changes).resolve(64, None)
+        assert options.validate(None) == []
+        return evaluate_perplexity(
+            nll,
+            Documents(stream, options.prefix),
+            bytes_per_token=byte_counts,
+            count_words=len,
+            options=options,
+            conditions=conditions,
+            follows_length=follows_length,
+            console=Console(file=io.StringIO()),
+            journal=journal,
+        )
+
+    return build
+
+
+@pytest.fixture
+def curves_of(evaluation_of):
+    return lambda *arguments, **changes: evaluation_of(*arguments, **changes).curves

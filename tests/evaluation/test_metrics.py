@@ -11,23 +11,40 @@ from flashtrain.evaluation.metrics import (
     ppl_at_length_macro,
     summarize,
 )
-from flashtrain.evaluation.scoring import TargetTable, score
-from flashtrain.evaluation.windows import documents_of, opening_windows
+from flashtrain.evaluation.scoring import Documents, score
+from flashtrain.evaluation.table import TargetTable
+from flashtrain.evaluation.windows import OPENING, PURPOSES, documents_of, opening_windows
 
 
-def table_of(nll, document=0, position=1, bytes=1):
+def table_of(nll, document=0, position=1, bytes=1, length=None):
+    """Openings of one length: as many tokens as the last position needs, unless given."""
     nll = np.asarray(nll, dtype=np.float32)
     document, position, bytes = (
-        np.broadcast_to(np.asarray(column, dtype=np.int32), nll.shape)
-        for column in (document, position, bytes)
+        np.broadcast_to(np.asarray(column, dtype=np.int32), nll.shape) for column in (document, position, bytes)
     )
-    return TargetTable(document=document, position=position, context=position, bytes=bytes, nll=nll)
+    return TargetTable(
+        purpose=np.full(nll.shape, PURPOSES.index(OPENING), np.int8),
+        length=np.full(nll.shape, length or position.max() + 1),
+        window=document,
+        document=document,
+        position=position,
+        context=position,
+        offset=position - 1,
+        bytes=bytes,
+        nll=nll,
+    )
 
 
 def openings(nll, stream, length, bytes_per_token):
-    windows = opening_windows(documents_of(np.diff(stream.offsets), length), length)
+    documents = Documents(stream, "document")
+    windows = opening_windows(documents_of(documents.num_tokens, length), length)
     return score(
-        nll, stream, windows, bytes_per_token=bytes_per_token, batch_tokens=4096, advance=lambda tokens: None
+        nll,
+        documents,
+        [windows],
+        bytes_per_token=bytes_per_token,
+        batch_tokens=4096,
+        advance=lambda tokens: None,
     )
 
 
@@ -51,14 +68,14 @@ def test_the_mean_is_over_targets_not_over_documents():
     table = table_of([1.0] * 99 + [5.0], document=[0] * 99 + [1])
     assert summarize(table).loss == pytest.approx(1.04)
     assert summarize(table).perplexity == pytest.approx(math.exp(1.04))
-    assert ppl_at_length_macro({2: table}) == {2: pytest.approx((math.exp(1) + math.exp(5)) / 2)}
+    assert ppl_at_length_macro(table, [2]) == {2: pytest.approx((math.exp(1) + math.exp(5)) / 2)}
 
 
 def test_shorter_lengths_from_one_forward_equal_a_forward_each(random_stream, byte_counts, recurrent_nll):
     stream = random_stream(300, 90, 256, 400)
     lengths = [2, 7, 64, 255, 256]
-    tables = dict.fromkeys(lengths, openings(recurrent_nll, stream, 256, byte_counts))
-    scores, macros = ppl_at_length(tables), ppl_at_length_macro(tables)
+    table = openings(recurrent_nll, stream, 256, byte_counts)
+    scores, macros = ppl_at_length(table, lengths), ppl_at_length_macro(table, lengths)
     for length in lengths:
         losses = []
         for document in (0, 2, 3):
@@ -116,7 +133,7 @@ def test_sums_are_in_double_precision():
 
 def test_perplexity_that_overflows_is_infinite():
     assert Score(nll_sum=1e6, targets=1, text_nll_sum=0, bytes=0, documents=1).perplexity == math.inf
-    assert ppl_at_length_macro({2: table_of([1e6, 1.0], document=[0, 1])})[2] == math.inf
+    assert ppl_at_length_macro(table_of([1e6, 1.0], document=[0, 1]), [2])[2] == math.inf
 
 
 def test_the_true_model_of_a_markov_source_has_its_entropy_rate(make_stream):

@@ -7,7 +7,16 @@ import yaml
 from flashtrain.evaluation.options import EvalOptions
 
 GOOD = EvalOptions(
-    lengths=[128, 256], targets_per_anchor=64, max_documents=None, max_anchors=10, batch_tokens=4096
+    lengths=[128, 256],
+    targets_per_anchor=64,
+    max_documents=None,
+    max_anchors=10,
+    window=None,
+    stride=None,
+    prefix="document",
+    key_tokens=None,
+    batch_tokens=4096,
+    prefill_tokens=None,
 )
 CONF = Path(__file__).parents[2] / "conf" / "eval"
 
@@ -30,6 +39,13 @@ def test_good_options_have_no_problem():
         ({"max_documents": 0}, "eval.max_documents=0 must be at least 1"),
         ({"max_anchors": -1}, "eval.max_anchors=-1 must be at least 1"),
         ({"batch_tokens": 0}, "eval.batch_tokens=0 must be at least 1"),
+        ({"prefill_tokens": 0}, "eval.prefill_tokens=0 must be at least 1"),
+        ({"window": 0}, "eval.window=0 must be at least 1"),
+        ({"window": 64, "stride": 0}, "eval.stride=0 must be at least 1"),
+        ({"window": 64, "stride": 65}, "eval.stride=65 would pass over tokens between windows of eval.window=64"),
+        ({"stride": 64}, "eval.stride=64 is of eval.window, which is null; say eval.window=..., too"),
+        ({"window": 257, "stride": 9}, "eval.window=257 is beyond the model's learned positions, which end at 256"),
+        ({"prefix": "row"}, "eval.prefix=row is not one of document, window, none"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -37,6 +53,17 @@ def test_a_mistake_is_named(changes, sentence):
     problems = replace(GOOD, **changes).validate(max_positions=256)
     assert len(problems) == 1
     assert sentence in problems[0]
+
+
+def test_a_stride_of_null_is_the_window():
+    assert replace(GOOD, window=100).resolve(256, None).stride == 100
+    assert replace(GOOD, window=100, stride=25).resolve(256, None).stride == 25
+
+
+def test_windows_may_be_of_these_lengths():
+    assert GOOD.fed_lengths() == [128, 256]
+    assert replace(GOOD, window=100).fed_lengths() == [128, 256, 1, 100], "a document may have but two tokens"
+    assert replace(GOOD, key_tokens="self").fed_lengths() == [128, 256, 16 + 4, 32 + 8]
 
 
 def test_all_mistakes_are_named_at_once():

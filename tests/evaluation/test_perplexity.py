@@ -1,35 +1,13 @@
-import io
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from flashtrain.errors import UserError
-from flashtrain.evaluation.options import EvalOptions
-from flashtrain.evaluation.perplexity import perplexity_curves
 
-OPTIONS = EvalOptions(
-    lengths=[32, 64, 128], targets_per_anchor=16, max_documents=None, max_anchors=None, batch_tokens=512
-)
-
-
-@pytest.fixture
-def curves_of(byte_counts, conditions):
-    def build(nll, stream, follows_length=False, **changes):
-        return perplexity_curves(
-            nll,
-            stream,
-            bytes_per_token=byte_counts,
-            options=replace(OPTIONS, **changes),
-            conditions=conditions,
-            follows_length=follows_length,
-            console=Console(file=io.StringIO()),
-        )
-
-    return build
+# of the fixture `evaluation_of`
+LENGTHS, TARGETS_PER_ANCHOR = [32, 64, 128], 16
 
 
 def test_context_helps_exactly_where_the_model_can_use_it(make_stream, curves_of):
@@ -57,19 +35,17 @@ def test_context_helps_exactly_where_the_model_can_use_it(make_stream, curves_of
 
 def test_context_lengths_score_the_same_targets(random_stream, curves_of):
     stream = random_stream(500, 131, 128, 127)
-    seen = {length: [] for length in OPTIONS.lengths}
+    seen = {length: [] for length in LENGTHS}
 
     def nll(inputs, targets):
-        if int((targets[0] >= 0).sum()) == OPTIONS.targets_per_anchor:
+        if int((targets[0] >= 0).sum()) == TARGETS_PER_ANCHOR:
             seen[inputs.shape[1]] += targets[targets >= 0].tolist()
         return torch.zeros(inputs.shape)
 
     curves = curves_of(nll, stream)
     anchors = [(0, 128), (0, 256), (0, 384), (1, 128), (2, 128)]
-    expected = np.concatenate(
-        [stream.tokens[stream.offsets[d] + e - 16 : stream.offsets[d] + e] for d, e in anchors]
-    )
-    for length in OPTIONS.lengths:
+    expected = np.concatenate([stream.tokens[stream.offsets[d] + e - 16 : stream.offsets[d] + e] for d, e in anchors])
+    for length in LENGTHS:
         assert seen[length] == expected.tolist()
         assert curves.vs_context[length].targets == 5 * 16
         assert curves.vs_context[length].documents == 3
@@ -89,9 +65,7 @@ def test_every_length_is_about_the_same_documents(random_stream, curves_of, recu
 def test_position_ranges_add_up_to_the_longest_length(random_stream, curves_of, recurrent_nll):
     curves = curves_of(recurrent_nll, random_stream(200, 300))
     total = curves.at_length[128]
-    assert sum(score.nll_sum for score in curves.by_position.values()) == pytest.approx(
-        total.nll_sum, rel=1e-12
-    )
+    assert sum(score.nll_sum for score in curves.by_position.values()) == pytest.approx(total.nll_sum, rel=1e-12)
     assert sum(score.targets for score in curves.by_position.values()) == total.targets
 
 
@@ -129,9 +103,7 @@ def test_curves_do_not_depend_on_the_batch(batch_tokens, random_stream, curves_o
     )
     for curve in ("at_length", "vs_context", "by_position"):
         ours, theirs = getattr(reference, curve), getattr(other, curve)
-        assert {key: score.targets for key, score in ours.items()} == {
-            key: s.targets for key, s in theirs.items()
-        }
+        assert {key: score.targets for key, score in ours.items()} == {key: s.targets for key, s in theirs.items()}
         for key in ours:
             assert ours[key].nll_sum == pytest.approx(theirs[key].nll_sum, rel=1e-6)
 
@@ -160,7 +132,7 @@ def test_where_predictions_follow_the_length_each_length_has_its_own_forward(ran
     assert {length: score.loss for length, score in together.at_length.items()} == {32: 128, 64: 128, 128: 128}
     assert apart.at_length_macro[64] == pytest.approx(math.exp(64))
     assert {score.loss for score in apart.by_position.values()} == {128}
-    for length in OPTIONS.lengths:
+    for length in LENGTHS:
         assert apart.at_length[length].targets == together.at_length[length].targets == 2 * (length - 1)
 
 

@@ -2,7 +2,7 @@ import csv
 import io
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import matplotlib.colors
 import matplotlib.image
@@ -13,27 +13,39 @@ from rich.console import Console
 
 from flashtrain.charts import BLUE, GREEN, ORANGE
 from flashtrain.evaluation.options import EvalOptions
-from flashtrain.evaluation.perplexity import perplexity_curves
+from flashtrain.evaluation.perplexity import evaluate_perplexity
 from flashtrain.evaluation.report import as_json, rows_by_metric, terminal_report, write_reports
+from flashtrain.evaluation.scoring import Documents
+from flashtrain.evaluation.table import read_table
 
 OPTIONS = EvalOptions(
-    lengths=[128, 512, 1024, 65536], targets_per_anchor=64, max_documents=2, max_anchors=3, batch_tokens=4096
+    lengths=[128, 512, 1024, 65536],
+    targets_per_anchor=64,
+    max_documents=2,
+    max_anchors=3,
+    window=None,
+    stride=None,
+    prefix="document",
+    key_tokens=None,
+    batch_tokens=4096,
+    prefill_tokens=None,
 )
 
 
 @pytest.fixture
-def curves_of(random_stream, byte_counts, conditions):
-    """Build curves of a model whose answer depends on the number of tokens it saw alone."""
+def evaluation_of(random_stream, byte_counts, conditions):
+    """Build evaluations of a model whose answer depends on the number of tokens it saw alone."""
 
-    def build(nll_at):
+    def build(nll_at, **changes):
         def nll(inputs, targets):
             return nll_at(torch.arange(1.0, inputs.shape[1] + 1)).expand(inputs.shape)
 
-        return perplexity_curves(
+        return evaluate_perplexity(
             nll,
-            random_stream(1100, 2048, 3000, 200),
+            Documents(random_stream(1100, 2048, 3000, 200), "document"),
             bytes_per_token=byte_counts,
-            options=OPTIONS,
+            count_words=lambda tokens: len(tokens) // 5,
+            options=replace(OPTIONS, **changes),
             conditions=conditions,
             follows_length=False,
             console=Console(file=io.StringIO()),
@@ -43,8 +55,13 @@ def curves_of(random_stream, byte_counts, conditions):
 
 
 @pytest.fixture
-def curves(curves_of):
-    return curves_of(lambda position: 1 + 4 * position**-0.5)
+def evaluation(evaluation_of):
+    return evaluation_of(lambda position: 1 + 4 * position**-0.5)
+
+
+@pytest.fixture
+def curves(evaluation):
+    return evaluation.curves
 
 
 def printed(curves, width=200):
@@ -53,13 +70,12 @@ def printed(curves, width=200):
     return console.file.getvalue()
 
 
-def test_json_holds_every_figure_and_what_it_depends_on(curves, conditions, tmp_path):
-    json_path, *_ = write_reports(curves, tmp_path / "evaluation")
+def test_json_holds_every_figure_and_what_it_depends_on(evaluation, curves, conditions, tmp_path):
+    json_path, *_ = write_reports(evaluation, tmp_path / "evaluation")
     report = json.loads(json_path.read_text())
     assert report["conditions"] == asdict(conditions)
     assert report["options"] == asdict(OPTIONS)
     assert report["unreached_lengths"] == [65536]
-    assert report["scored"]["prefix"] == "document"
     assert report["scored"]["documents"] == 2
     assert report["scored"]["anchors_in_corpus"] == 5
     assert [row["length"] for row in report["ppl_at_length"]] == [128, 512, 1024]
@@ -74,8 +90,8 @@ def test_json_holds_every_figure_and_what_it_depends_on(curves, conditions, tmp_
     assert [row["beyond_training_length"] for row in report["loss_by_position"]] == [False] * 9 + [True]
 
 
-def test_csv_and_json_agree(curves, tmp_path):
-    json_path, csv_path, _ = write_reports(curves, tmp_path)
+def test_csv_and_json_agree(evaluation, tmp_path):
+    json_path, csv_path, *_ = write_reports(evaluation, tmp_path)
     report = json.loads(json_path.read_text())
     with csv_path.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -83,29 +99,27 @@ def test_csv_and_json_agree(curves, tmp_path):
     for row in rows:
         metric = report[row["metric"]]
         (same,) = [
-            other
-            for other in metric
-            if all(str(other.get(key, "")) == row[key] for key in ("length", "start", "stop"))
+            other for other in metric if all(str(other.get(key, "")) == row[key] for key in ("length", "start", "stop"))
         ]
         assert all(str(value) == row[key] for key, value in same.items())
 
 
-def test_figures_that_are_not_finite_are_null(curves_of, tmp_path):
-    curves = curves_of(lambda position: torch.where(position > 512, 1e6, 1.0))
-    json_path, csv_path, png_path = write_reports(curves, tmp_path)
+def test_figures_that_are_not_finite_are_null(evaluation_of, tmp_path):
+    evaluation = evaluation_of(lambda position: torch.where(position > 512, 1e6, 1.0))
+    json_path, csv_path, png_path, _ = write_reports(evaluation, tmp_path)
     report = json.loads(json_path.read_text())
     assert [row["perplexity"] is None for row in report["ppl_at_length"]] == [False, False, True]
     assert all(math.isfinite(row["loss"]) for row in report["ppl_at_length"])
-    assert "inf" in printed(curves)
+    assert "inf" in printed(evaluation.curves)
     assert "inf" not in csv_path.read_text()
     assert png_path.stat().st_size > 10_000
 
 
-def test_a_broken_model_is_reported_not_hidden(curves_of, tmp_path):
-    curves = curves_of(lambda position: torch.full_like(position, torch.nan))
-    write_reports(curves, tmp_path)
-    assert as_json(curves)["ppl_at_length"][0]["loss"] is None
-    assert "nan" in printed(curves)
+def test_a_broken_model_is_reported_not_hidden(evaluation_of, tmp_path):
+    evaluation = evaluation_of(lambda position: torch.full_like(position, torch.nan))
+    write_reports(evaluation, tmp_path)
+    assert as_json(evaluation.curves)["ppl_at_length"][0]["loss"] is None
+    assert "nan" in printed(evaluation.curves)
 
 
 def test_the_table_shows_figures_flags_and_what_was_scored(curves):
@@ -133,14 +147,58 @@ def test_rows_are_plain_values(curves):
     assert {type(value) for row in rows for value in row.values()} == {int, float, bool}
 
 
-def test_the_plot_is_a_wide_picture_with_three_curves(curves, tmp_path):
-    *_, png_path = write_reports(curves, tmp_path)
+def test_the_plot_is_a_wide_picture_with_three_curves(evaluation, tmp_path):
+    _, _, png_path, _ = write_reports(evaluation, tmp_path)
     pixels = matplotlib.image.imread(png_path)
     height, width, _ = pixels.shape
     assert width > 1500 and 2 < width / height < 4
-    thirds = [
-        pixels[:, third * width // 3 : (third + 1) * width // 3, :3].reshape(-1, 3) for third in range(3)
-    ]
+    thirds = [pixels[:, third * width // 3 : (third + 1) * width // 3, :3].reshape(-1, 3) for third in range(3)]
     colours = [matplotlib.colors.to_rgb(code) for code in (BLUE, ORANGE, GREEN)]
     for third, colour in zip(thirds, colours, strict=True):
         assert (abs(third - np.array(colour)) < 0.02).all(axis=1).sum() > 300
+
+
+def test_windows_key_tokens_and_lm_evals_figures_are_reported(evaluation_of, tmp_path):
+    evaluation = evaluation_of(
+        lambda position: 1 + 4 * position**-0.5, lengths=[1024], window=256, stride=128, key_tokens="self"
+    )
+    json_path, csv_path, _, table_path, keys_path = write_reports(evaluation, tmp_path)
+    report = json.loads(json_path.read_text())
+    (row,) = report["ppl_strided"]
+    assert (row["window"], row["stride"]) == (256, 128)
+    assert row["targets"] == row["bytes"] == 1099 + 2999  # of 4 documents 2, evenly spaced
+    assert row["words"] == 1099 // 5 + 2999 // 5
+    assert row["byte_perplexity"] == pytest.approx(2 ** row["bits_per_byte"])
+    assert row["word_perplexity"] == pytest.approx(math.exp(row["loss"] * row["targets"] / row["words"]))
+    assert row["beyond_training_length"] is False
+    (keys,) = report["key_ppl"]
+    assert (keys["perplexity"], keys["targets"], keys["scored_targets"]) == (None, 0, 2 * 1023)
+    assert report["options"]["prefix"] == "document"
+    with csv_path.open(newline="") as file:
+        assert {line["metric"] for line in csv.DictReader(file)} >= {"ppl_strided", "key_ppl"}
+    text = printed(evaluation.curves, width=80)
+    assert "window 256, stride 128" in text and "no key target" in text
+    assert "2 whole documents of 4, each target once with up to 256 tokens" in " ".join(text.split())
+    _, facts = read_table(table_path)
+    assert facts["conditions"]["corpus_fingerprint"] == "3f9a12cd" and facts["options"]["stride"] == 128
+    assert keys_path.exists()
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_without_a_prefix_lm_evals_figures_are_left_out(random_stream, byte_counts, conditions):
+    """They are of whole texts, whose first token is then not scored."""
+    options = replace(OPTIONS, lengths=[128], window=64, stride=64, prefix="none")
+    curves = evaluate_perplexity(
+        lambda inputs, targets: torch.ones(inputs.shape),
+        Documents(random_stream(200), "none"),
+        bytes_per_token=byte_counts,
+        count_words=len,
+        options=options,
+        conditions=conditions,
+        follows_length=False,
+        console=Console(file=io.StringIO()),
+    ).curves
+    (row,) = rows_by_metric(curves)["ppl_strided"]
+    assert row["targets"] == row["bytes"] == 198
+    assert "word_perplexity" not in row
+    assert "nowhere: a document's first token is not scored" in " ".join(printed(curves).split())

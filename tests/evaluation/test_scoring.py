@@ -4,13 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from flashtrain.evaluation.scoring import NOT_SCORED, score
-from flashtrain.evaluation.windows import Windows, anchors_every, documents_of, opening_windows
+from flashtrain.evaluation.scoring import NOT_SCORED, Documents, score
+from flashtrain.evaluation.windows import CONTEXT, Windows, anchors_every, documents_of, opening_windows
+
+
+def score_alone(nll, stream, windows, prefix="document", **arguments):
+    defaults = {"batch_tokens": 100, "advance": lambda tokens: None}
+    return score(nll, Documents(stream, prefix), [windows], **defaults | arguments)
 
 
 @pytest.fixture
 def score_bytes(byte_counts):
-    return partial(score, bytes_per_token=byte_counts, batch_tokens=100, advance=lambda tokens: None)
+    return partial(score_alone, bytes_per_token=byte_counts)
 
 
 def zero_nll(inputs, targets):
@@ -26,15 +31,9 @@ def test_each_target_is_the_token_after_its_input(make_stream):
         assert torch.equal(targets[asked], inputs[asked] + 1)
         return targets.float()
 
-    windows = Windows(length=20, num_targets=6, documents=np.array([0, 1, 1]), starts=np.array([20, 0, 30]))
-    table = score(
-        nll,
-        stream,
-        windows,
-        bytes_per_token=np.ones(65536, dtype=np.int64),
-        batch_tokens=40,
-        advance=lambda tokens: None,
-    )
+    starts = np.array([20, 0, 30])
+    windows = Windows(CONTEXT, 20, np.array([0, 1, 1]), starts, starts + 20, np.full(3, 6))
+    table = score_alone(nll, stream, windows, bytes_per_token=np.ones(65536, dtype=np.int64), batch_tokens=40)
     expected = [stream.offsets[d] + start + 14 + np.arange(6) for d, start in ((0, 20), (1, 0), (1, 30))]
     assert table.nll.tolist() == stream.tokens[np.concatenate(expected)].tolist()
     assert table.document.tolist() == [0] * 6 + [1] * 12
@@ -94,15 +93,14 @@ def test_the_table_does_not_depend_on_the_batch(batch_tokens, random_stream, sco
 
 def test_bytes_are_those_of_the_scored_tokens(make_stream):
     bytes_per_token = np.array([1, 4, 2, 0])
-    table = score(
+    table = score_alone(
         zero_nll,
         make_stream([[3, 0, 1, 2, 1, 3, 0]]),
         opening_windows(np.array([0]), 7),
         bytes_per_token=bytes_per_token,
-        batch_tokens=7,
-        advance=lambda tokens: None,
     )
     assert table.bytes.tolist() == [1, 4, 2, 4, 0, 1]
+    assert table.offset.tolist() == [0, 1, 5, 7, 11, 11]
 
 
 def test_progress_counts_every_token_fed(random_stream, score_bytes):

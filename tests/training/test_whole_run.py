@@ -92,7 +92,7 @@ def run(
         num_steps=NUM_STEPS,
         micro_batch_rows=micro_batch_rows,
     )
-    corpus = Corpus("0", "made-up words", "bytes", 0, 0, None, stream(6_000, seed=0), stream(1_000, seed=1))
+    corpus = Corpus("0", "0", "made-up words", "bytes", 0, 0, None, stream(6_000, seed=0), stream(1_000, seed=1))
     data = StepDataModule(
         corpus,
         sequence_length=LENGTH,
