@@ -9,6 +9,7 @@ MAX_TICKS = 9  # labels that fit under a panel
 
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e6eaee"
 BLUE, ORANGE, GREEN = "#1f66b0", "#c4551b", "#2c8053"
+LINES = (BLUE, ORANGE, GREEN, "#7b4ba8", "#a8862b", "#b3386b")  # of a panel, in this order
 
 
 def token_axis(axes: Axes, ticks: list[int]) -> None:

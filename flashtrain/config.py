@@ -37,7 +37,7 @@ MOST_SEEDS = 2**32
 MAY_BE_NONE = ("keep_last", "data_workers")
 
 # What one command does, not what a run is: never taken from a saved run.
-INVOCATION = ("output", "resume", "run", "checkpoint")
+INVOCATION = ("output", "resume", "run", "runs", "checkpoint")
 
 
 @dataclass
@@ -157,6 +157,8 @@ class Config:
     that is run again: auto (continue where there is a checkpoint, or start), must (continue) or never (start)."""
     run: str | None
     """Folder of a finished run to evaluate or to sample from."""
+    runs: list[str] | None
+    """Folders of evaluations to compare, or of runs, each for its newest evaluation."""
     checkpoint: str
     """Which weights of that run: last, or best, the ones with the lowest validation loss."""
 
@@ -178,6 +180,8 @@ def settle(composed: DictConfig, overrides: list[str]) -> Config:
     for every contradiction.
     """
     _refuse_unknown_keys(composed)
+    if composed.runs is not None:
+        _refuse_beside_runs(overrides)
     by_word = composed.resume in runs.RESUME_WORDS
     if by_word and composed.output is None:
         raise UserError(
@@ -295,6 +299,16 @@ def _refuse_unknown_keys(node: DictConfig, prefix: str = "") -> None:
             _refuse_unknown_keys(node[key], f"{prefix}{key}.")
 
 
+def _refuse_beside_runs(overrides: list[str]) -> None:
+    """Raise UserError for what is given beside `runs`: evaluations that are made already depend on no setting."""
+    given = {override.key_or_group for override in OverridesParser.create().parse_overrides(overrides)}
+    if others := sorted(given - {"runs", "output"}):
+        raise UserError(
+            f"{', '.join(others)} cannot go with runs, which compares evaluations as they were made; leave it out, or "
+            "evaluate each run with it first"
+        )
+
+
 def _of_saved_run(folder: Path, composed: DictConfig, overrides: list[str]) -> DictConfig:
     """The settings of a saved run, with the changeable ones of the command line; other changes are refused."""
     settings = _saved(folder)
@@ -391,6 +405,8 @@ def _invocation(config: Config) -> list[str]:
     problems = []
     if not 0 <= config.seed < MOST_SEEDS:
         problems.append(f"seed is {config.seed}; it must be at least 0 and below {MOST_SEEDS}")
+    if config.runs is not None:
+        problems += once_each("runs", config.runs)
     if config.checkpoint not in runs.CHECKPOINTS:
         problems.append(f"checkpoint is {config.checkpoint}; allowed are {' and '.join(runs.CHECKPOINTS)}")
     return problems

@@ -1,6 +1,7 @@
 """Evaluate a finished run: perplexity at length, against context and by position.
 
-`python -m flashtrain.evaluate run=DIR [eval.lengths=[...]] [attention=NAME]`
+`python -m flashtrain.evaluate run=DIR [eval.lengths=[...]] [attention=NAME]` scores; `python -m flashtrain.evaluate
+runs=[A,B]` compares what was scored.
 """
 
 import re
@@ -11,11 +12,12 @@ from rich.console import Console
 
 from flashtrain import runs
 from flashtrain.assembly import Assembly, assemble_run, open_data, scorer, weights_digest
-from flashtrain.config import Config
+from flashtrain.config import Config, refuse_all_but
 from flashtrain.data.corpus import Corpus
 from flashtrain.data.digest import record_digest
 from flashtrain.entry import main
 from flashtrain.errors import UserError
+from flashtrain.evaluation.comparison import read_finished, terminal_comparison, write_comparison
 from flashtrain.evaluation.journal import Journal
 from flashtrain.evaluation.options import EvalOptions
 from flashtrain.evaluation.perplexity import Conditions, Evaluation, evaluate_perplexity
@@ -27,8 +29,14 @@ from flashtrain.model.rope_options import RopeOptions
 
 
 def run(config: Config) -> None:
-    """Score the validation documents with a run's weights: tables here, files in a new folder of the run."""
+    """Score the validation documents with a run's weights: tables here, files in a new folder of the run.
+
+    With `runs`, put evaluations that are made side by side instead.
+    """
     console = Console()
+    if config.runs is not None:
+        compare(config, console)
+        return
     made, step = assemble_run(config)
     corpus = open_data(config.data, made.tokenizer)
     runs.require_same(Path(config.run), "corpus", corpus.fingerprint)
@@ -41,6 +49,15 @@ def run(config: Config) -> None:
     for path in write_reports(evaluation, runs.stamped_folder(folder, made.variant)):
         _say(console, f"wrote {path}")
     journal.remove()
+
+
+def compare(config: Config, console: Console) -> None:
+    """Show the evaluations that `runs` names in one table, and write them to `output`."""
+    refuse_all_but(("runs", "output"), config)
+    finished = [read_finished(folder, runs.EVALUATION_FOLDER) for folder in config.runs]
+    console.print(terminal_comparison(finished))
+    for path in write_comparison(finished, runs.new_folder(config.output, "comparison")):
+        _say(console, f"wrote {path}")
 
 
 def _say(console: Console, text: str) -> None:

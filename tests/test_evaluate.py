@@ -164,3 +164,33 @@ def test_a_mistake_about_windows_ends_in_one_sentence(evaluate, overrides, sente
     with pytest.raises(SystemExit) as stop:
         evaluate(*overrides)
     assert sentence in stop.value.code
+
+
+def test_evaluations_are_compared(home, evaluate, capsys):
+    made = [evaluate("attention=sdpa_math"), evaluate("attention=standard")]
+    (first,) = sorted(home.glob("run/evaluation/*sdpa_math"))[-1:]
+    capsys.readouterr()
+    run_command(f"python -m flashtrain.evaluate runs=[{first.relative_to(home)},run] output=compared")
+    assert "attention: sdpa_math in" in " ".join(capsys.readouterr().out.split())
+    report = json.loads((home / "compared/comparison.json").read_text())
+    assert [one["ppl_at_length"] for one in report["evaluations"]] == [one["ppl_at_length"] for one in made]
+    assert (home / "compared/comparison.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ("runs=[run,run]", "runs has run more than once; name each once"),
+        ("runs=[]", "runs is empty; give at least one"),
+        ("runs=[run] eval.window=9", "eval.window cannot go with runs, which compares evaluations as they were made"),
+        ("runs=[run] run=run", "run cannot go with runs"),
+        ("runs=[books]", "books is no evaluation and no run with one"),
+        ("runs=[run] output=books", "output=books exists"),
+    ],
+)
+def test_a_mistake_about_comparisons_ends_in_one_sentence(home, evaluate, overrides, sentence):
+    with pytest.raises(SystemExit) as stop:
+        run_command(f"python -m flashtrain.evaluate {overrides}")
+    assert sentence in stop.value.code
+    with pytest.raises(SystemExit, match="runs=.* is not for this command, which takes output and resume"):
+        run_command("python train.py runs=[run]")

@@ -15,9 +15,7 @@ from flashtrain.evaluation.perplexity import PerplexityCurves
 
 def save_plot(curves: PerplexityCurves, path: Path) -> None:
     """Write a PNG of three panels over log2 axes of tokens, shaded beyond the training length."""
-    figure = Figure(figsize=(13, 4.4), dpi=150, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
-    length_axes, context_axes, position_axes = figure.subplots(1, 3)
+    figure, (length_axes, context_axes, position_axes) = three_panels()
 
     _perplexity_line(length_axes, curves.at_length, BLUE)
     documents = curves.coverage.documents
@@ -31,7 +29,7 @@ def save_plot(curves: PerplexityCurves, path: Path) -> None:
     title(position_axes, "Loss by position", "mean over the targets in each range of positions")
 
     for axes in (length_axes, context_axes, position_axes):
-        _shade_beyond(axes, curves.conditions.training_length)
+        shade_beyond(axes, curves.conditions.training_length)
     figure.supxlabel(_footer(curves), fontsize=9, color=MUTED)
     figure.savefig(path)
 
@@ -46,22 +44,40 @@ def _perplexity_line(axes: Axes, scores: dict[int, Score], color: str) -> None:
             _figure(perplexity), (length, perplexity), (0, 8), textcoords="offset points", ha="center"
         )
         label.set(fontsize=8, color=INK, path_effects=[withStroke(linewidth=3, foreground="white")])
-    axes.margins(x=0.09, y=0.15)
-    if max(perplexities) > 10 * min(perplexities):  # so that a collapse leaves the rest of the curve readable
-        axes.set_yscale("log")
-    axes.set(xlabel="L, tokens", ylabel="perplexity")
-    token_axis(axes, list(scores))
+    style_curve(axes, list(scores), perplexities, "perplexity")
 
 
 def _loss_stairs(axes: Axes, scores: dict[tuple[int, int], Score], color: str) -> None:
     edges = sorted({edge for positions in scores for edge in positions})
     axes.stairs([score.loss for score in scores.values()], edges, baseline=None, color=color, linewidth=2)
+    style_stairs(axes, edges, "loss, nats per token")
+
+
+def three_panels() -> tuple[Figure, list[Axes]]:
+    """A wide picture: against length, against context, by position."""
+    figure = Figure(figsize=(13, 4.4), dpi=150, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
+    return figure, list(figure.subplots(1, 3))
+
+
+def style_curve(axes: Axes, lengths: list[int], values: list[float], unit: str) -> None:
+    """Label a panel of curves over numbers of tokens; a collapse leaves the rest of them readable."""
+    axes.margins(x=0.09, y=0.15)
+    finite = [value for value in values if math.isfinite(value)]
+    if finite and max(finite) > 10 * min(finite):
+        axes.set_yscale("log")
+    axes.set(xlabel="L, tokens", ylabel=unit)
+    token_axis(axes, lengths)
+
+
+def style_stairs(axes: Axes, edges: list[int], unit: str) -> None:
+    """Label a panel of stairs over ranges of positions."""
     axes.margins(x=0.04, y=0.1)
-    axes.set(xlabel="position in the document, tokens", ylabel="loss, nats per token")
+    axes.set(xlabel="position in the document, tokens", ylabel=unit)
     token_axis(axes, edges)
 
 
-def _shade_beyond(axes: Axes, training_length: int) -> None:
+def shade_beyond(axes: Axes, training_length: int) -> None:
     left, right = axes.get_xlim()
     if training_length < right:
         axes.axvspan(max(left, training_length), right, color=MUTED, alpha=0.1, linewidth=0)

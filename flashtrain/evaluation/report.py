@@ -196,11 +196,11 @@ def _length_table(curves: PerplexityCurves) -> Table:
         in_context = curves.vs_context[length]
         table.add_row(
             _marked(f"{length:,}", curves.beyond_training(length)),
-            _figure(score.perplexity),
-            _figure(curves.at_length_macro[length]),
-            _figure(score.bits_per_byte),
-            _figure(in_context.perplexity),
-            _figure(in_context.bits_per_byte),
+            figure_text(score.perplexity),
+            figure_text(curves.at_length_macro[length]),
+            figure_text(score.bits_per_byte),
+            figure_text(in_context.perplexity),
+            figure_text(in_context.bits_per_byte),
         )
     for length in curves.unreached:
         table.add_row(_marked(f"{length:,}", False), "not scored", style="dim")
@@ -215,9 +215,9 @@ def _position_table(curves: PerplexityCurves) -> Table:
         positions = f"{start:,}" if stop == start + 1 else f"{start:,} to {stop - 1:,}"
         table.add_row(
             _marked(positions, curves.beyond_training(stop)),
-            _figure(score.loss),
-            _figure(score.perplexity),
-            _figure(score.bits_per_byte),
+            figure_text(score.loss),
+            figure_text(score.perplexity),
+            figure_text(score.bits_per_byte),
             f"{score.targets:,}",
         )
     return table
@@ -230,10 +230,10 @@ def _strided_table(curves: PerplexityCurves, strided: Strided) -> Table:
         table.add_column(heading, justify="right")
     compatible = _compatible(strided)
     table.add_row(
-        _figure(score.perplexity),
-        _figure(score.bits_per_byte),
-        _figure(word_perplexity(score, strided.words)) if compatible else "-",
-        _figure(byte_perplexity(score)) if compatible else "-",
+        figure_text(score.perplexity),
+        figure_text(score.bits_per_byte),
+        figure_text(word_perplexity(score, strided.words)) if compatible else "-",
+        figure_text(byte_perplexity(score)) if compatible else "-",
         f"{score.targets:,}",
         f"{score.documents:,}",
     )
@@ -244,7 +244,7 @@ def _key_table(keys: KeyScore) -> Table:
     table = _table("Key tokens, which need long context")
     for heading in ("key ppl", "key targets", "share"):
         table.add_column(heading, justify="right")
-    perplexity = _figure(keys.score.perplexity) if keys.score else "no key target"
+    perplexity = figure_text(keys.score.perplexity) if keys.score else "no key target"
     table.add_row(perplexity, f"{keys.keys:,}", f"{keys.fraction:.2%}")
     return table
 
@@ -257,7 +257,7 @@ def _marked(text: str, beyond_training: bool) -> str:
     return f"{text} *" if beyond_training else f"{text}  "
 
 
-def _figure(value: float) -> str:
+def figure_text(value: float) -> str:
     """Four significant digits, from 1000 on whole numbers; inf and nan by name."""
     if not math.isfinite(value):
         return str(value)
