@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flashtrain import runs
+from flashtrain import ranks, runs
 from flashtrain.assembly import Assembly, assemble_run, open_data, scorer, weights_digest
 from flashtrain.config import Config, refuse_all_but
 from flashtrain.data.corpus import Corpus
@@ -54,6 +54,7 @@ def run(config: Config) -> None:
 def compare(config: Config, console: Console) -> None:
     """Show the evaluations that `runs` names in one table, and write them to `output`."""
     refuse_all_but(("runs", "output"), config)
+    ranks.refuse_torchrun("a comparison", "python -m flashtrain.evaluate ..., which takes one process")
     finished = [read_finished(folder, runs.EVALUATION_FOLDER) for folder in config.runs]
     console.print(terminal_comparison(finished))
     for path in write_comparison(finished, runs.new_folder(config.output, "comparison")):

@@ -61,7 +61,7 @@ def test_a_run_says_and_leaves_what_it_found(tmp_path, capsys):
     assert {path.name for path in folder.iterdir()} == {
         "config.yaml", "provenance.json", "result.json", "checkpoints", "logs", "evaluation", "sample.txt",
     }  # fmt: skip
-    assert {path.suffix for path in (folder / "evaluation/final").iterdir()} == {".json", ".csv", ".png"}
+    assert {path.suffix for path in (folder / "evaluation/final").iterdir()} == {".json", ".csv", ".png", ".parquet"}
     facts = json.loads((folder / "provenance.json").read_text())
     assert facts["packages"]["torch"] and facts["corpus"] and facts["attention"] == "sdpa_flash"
 
