@@ -19,7 +19,8 @@ from flashtrain.entry import main
 from flashtrain.errors import UserError
 from flashtrain.evaluation.comparison import read_finished, terminal_comparison, write_comparison
 from flashtrain.evaluation.journal import Journal
-from flashtrain.evaluation.options import EvalOptions
+from flashtrain.evaluation.key_tokens import read_keys
+from flashtrain.evaluation.options import SELF, EvalOptions
 from flashtrain.evaluation.perplexity import Conditions, Evaluation, evaluate_perplexity
 from flashtrain.evaluation.report import terminal_report, write_reports
 from flashtrain.evaluation.scoring import Documents
@@ -72,6 +73,12 @@ def unscorable(corpus: Corpus, options: EvalOptions) -> str | None:
     except UserError as reason:
         return str(reason)
     return None
+
+
+def require_key_tokens(corpus: Corpus, options: EvalOptions) -> None:
+    """Raise UserError where the file of key tokens that is named cannot be used on this corpus."""
+    if options.key_tokens not in (None, SELF):
+        read_keys(Path(options.key_tokens), corpus.text_fingerprint)
 
 
 def evaluated_rope(model: ModelOptions, config: Config) -> RopeOptions | None:

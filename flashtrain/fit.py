@@ -77,6 +77,7 @@ def run(config: Config) -> None:
     corpus = open_data(config.data, made.tokenizer)
     shape = step_shape(config.train, config.trainer.micro_batch_tokens, mine.world_size)
     data = _data_module(config, corpus, shape)
+    evaluate.require_key_tokens(corpus, config.eval)
     if reason := evaluate.unscorable(corpus, config.eval):
         log.warning("perplexity by context will not be measured: %s", reason)
     folder = _folder(config, made, corpus, checkpoint, mine.world_size) if mine.is_first else Path(os.devnull)

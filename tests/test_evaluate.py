@@ -166,6 +166,13 @@ def test_a_mistake_about_windows_ends_in_one_sentence(evaluate, overrides, sente
     assert sentence in stop.value.code
 
 
+def test_key_tokens_that_cannot_be_read_are_refused_before_training(home, monkeypatch):
+    monkeypatch.chdir(home)
+    with pytest.raises(SystemExit, match="eval.key_tokens=none.parquet is no file of key tokens"):
+        run_command("python train.py data=text data.path=books output=never eval.key_tokens=none.parquet", *SMALL)
+    assert not (home / "never").exists()
+
+
 def test_evaluations_are_compared(home, evaluate, capsys):
     made = [evaluate("attention=sdpa_math"), evaluate("attention=standard")]
     (first,) = sorted(home.glob("run/evaluation/*sdpa_math"))[-1:]

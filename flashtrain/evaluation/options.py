@@ -20,7 +20,8 @@ class EvalOptions:
     targets_per_anchor: int
     """Targets before each anchor, whose context varies; fewer than the shortest length."""
     max_documents: int | None
-    """Documents whose first tokens are scored, at most, evenly spaced in corpus order; null: all."""
+    """Documents whose first tokens are scored, at most, and so many whole ones; evenly spaced in corpus order; null:
+    all."""
     max_anchors: int | None
     """Anchors in documents, at most, evenly spaced in corpus order; null: all."""
     window: int | None
