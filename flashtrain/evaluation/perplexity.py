@@ -35,7 +35,6 @@ from flashtrain.evaluation.options import SELF, EvalOptions
 from flashtrain.evaluation.scoring import Documents, NllFunction, score
 from flashtrain.evaluation.table import TargetTable
 from flashtrain.evaluation.windows import (
-    Anchors,
     Windows,
     anchors_every,
     documents_of,
@@ -131,9 +130,8 @@ class Plan:
     """What an evaluation scores."""
 
     lengths: list[int]
-    opened: np.ndarray
-    anchors: Anchors
     whole: np.ndarray
+    """(documents,) int64: those that are scored whole."""
     windows: list[Windows]
     coverage: Coverage
 
@@ -173,7 +171,7 @@ def plan_windows(documents: Documents, options: EvalOptions, follows_length: boo
         whole_documents_in_corpus=len(all_whole),
         too_short=len(num_tokens) - len(all_whole),
     )
-    return Plan(lengths, opened, anchors, whole, windows, coverage)
+    return Plan(lengths, whole, windows, coverage)
 
 
 def evaluate_perplexity(
@@ -193,9 +191,7 @@ def evaluate_perplexity(
     The model behind `nll` is in evaluation mode and good for the lengths (EvalOptions.validate). Raises UserError as
     `plan_windows` and `read_keys`. follows_length: as there. journal: as `score` takes it.
     """
-    given_keys = None
-    if options.key_tokens not in (None, SELF):
-        given_keys = read_keys(Path(options.key_tokens), conditions.text_fingerprint)
+    keys = _given_keys(options, conditions)
     plan = plan_windows(documents, options, follows_length)
     with _progress(console) as progress:
         task = progress.add_task("perplexity", total=_tokens(plan.windows))
@@ -210,20 +206,13 @@ def evaluate_perplexity(
         )
     chosen_keys = None
     if options.key_tokens == SELF:
-        longest = plan.lengths[-1]
-        evaluator = f"{conditions.model} at step {conditions.step:,} ({conditions.weights[:8]})"
-        choice = Choice(evaluator, conditions.text_fingerprint, longest, short_context(longest)[0])
-        chosen_keys = choose_keys(table, choice)
-    keys = given_keys or chosen_keys
-    words = None
-    if options.window and options.prefix != "none":
-        words = sum(count_words(documents.tokens(d, 1, n)) for d, n in _numbered_tokens(documents, plan.whole))
+        keys = chosen_keys = choose_keys(table, _own_choice(conditions, plan.lengths[-1]))
     curves = PerplexityCurves(
         at_length=ppl_at_length(table, plan.lengths),
         at_length_macro=ppl_at_length_macro(table, plan.lengths),
         vs_context=ppl_vs_context(table),
         by_position=loss_by_position(table),
-        strided=Strided(ppl_strided(table), words) if options.window else None,
+        strided=Strided(ppl_strided(table), _words(documents, plan.whole, count_words)) if options.window else None,
         key_tokens=score_keys(table, keys) if keys else None,
         unreached=tuple(length for length in options.lengths if length not in plan.lengths),
         coverage=plan.coverage,
@@ -233,8 +222,23 @@ def evaluate_perplexity(
     return Evaluation(table, curves, chosen_keys)
 
 
-def _numbered_tokens(documents: Documents, chosen: np.ndarray) -> Iterable[tuple[int, int]]:
-    return zip(chosen.tolist(), documents.num_tokens[chosen].tolist(), strict=True)
+def _given_keys(options: EvalOptions, conditions: Conditions) -> KeyTokens | None:
+    if options.key_tokens in (None, SELF):
+        return None
+    return read_keys(Path(options.key_tokens), conditions.text_fingerprint)
+
+
+def _own_choice(conditions: Conditions, longest: int) -> Choice:
+    evaluator = f"{conditions.model} at step {conditions.step:,} ({conditions.weights[:8]})"
+    return Choice(evaluator, conditions.text_fingerprint, longest, short_context(longest)[0])
+
+
+def _words(documents: Documents, whole: np.ndarray, count_words: CountWords) -> int | None:
+    """Words of the documents' text, None where their first tokens are not scored."""
+    if documents.prefix == "none":
+        return None
+    sizes = documents.num_tokens[whole].tolist()
+    return sum(count_words(documents.tokens(index, 1, size)) for index, size in zip(whole, sizes, strict=True))
 
 
 def _tokens(all_windows: Iterable[Windows]) -> int:

@@ -165,10 +165,15 @@ def describe_scored(curves: PerplexityCurves) -> str:
     if (keys := curves.key_tokens) is not None:
         sentences.append(
             f"Key tokens: of {keys.choice.evaluator}, {keys.chosen:,} of them in the first {keys.choice.longest:,} "
-            f"tokens; these gain over {LEAST_GAIN:g} nats over a context from {keys.choice.short_context:,} tokens on, "
-            f"to below {MOST_NLL:g}."
+            f"tokens; each gains over {LEAST_GAIN:g} nats on a context of {keys.choice.short_context:,} tokens and a "
+            f"few more, and keeps less than {MOST_NLL:g}."
         )
-    if coverage.documents < coverage.documents_long_enough or coverage.anchors < coverage.anchors_in_corpus:
+    shares = [
+        (coverage.documents, coverage.documents_long_enough),
+        (coverage.anchors, coverage.anchors_in_corpus),
+        (coverage.whole_documents, coverage.whole_documents_in_corpus if curves.strided else 0),
+    ]
+    if any(scored < there for scored, there in shares):
         sentences.append("Those scored are evenly spaced in corpus order.")
     if curves.unreached:
         lengths = ", ".join(f"{length:,}" for length in curves.unreached)
