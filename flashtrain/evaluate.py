@@ -5,7 +5,7 @@ runs=[A,B]` compares what was scored.
 """
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -105,6 +105,7 @@ def conditions_of(made: Assembly, corpus: Corpus, config: Config, step: int) -> 
         attention=made.variant,
         dtype=str(made.device.dtype).removeprefix("torch."),
         device=made.device.type,
+        precision=str(replace(made.device, compile=False)),
         corpus=corpus.source,
         corpus_fingerprint=corpus.fingerprint,
         text_fingerprint=corpus.text_fingerprint,

@@ -60,6 +60,7 @@ class Conditions:
     attention: str
     dtype: str
     device: str
+    precision: str  # of products and of weights, on which device, in words
     corpus: str
     corpus_fingerprint: str
     text_fingerprint: str

@@ -187,7 +187,7 @@ def describe_conditions(curves: PerplexityCurves) -> str:
     return (
         f"{given.model} at step {given.step:,}, trained on {given.training_length:,} tokens in a row; "
         f"{given.positions}; "
-        f"{given.attention} attention, {given.dtype} on {given.device}; {given.corpus} corpus "
+        f"{given.attention} attention, {given.precision}; {given.corpus} corpus "
         f"{given.corpus_fingerprint[:8]}; {given.tokenizer} tokens, {given.prefix_id} "
         f"{PREFIX_PLACES[curves.options.prefix]}; positions count from 0 in each window."
     )

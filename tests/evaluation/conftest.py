@@ -93,6 +93,7 @@ def conditions():
         attention="sdpa_flash",
         dtype="float32",
         device="cpu",
+        precision="float32 on cpu",
         corpus="stdlib",
         corpus_fingerprint="3f9a12cd",
         text_fingerprint="77d0b1e2",

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from presets import preset
 
 from flashtrain.assembly import build_model, scorer
-from flashtrain.device import Device
+from flashtrain.device import PRECISIONS, Device
 from flashtrain.evaluation.metrics import loss_by_position, ppl_at_length, ppl_strided, ppl_vs_context, summarize
 from flashtrain.evaluation.scoring import Documents, score
 from flashtrain.evaluation.table import concatenate
 from flashtrain.evaluation.windows import STRIDED, documents_of, opening_windows, strided_windows
 
-CPU = Device("cpu", torch.float32, compile=False)
+CPU = Device("cpu", PRECISIONS["fp32"], compile=False)
 VOCAB = 257
 PREFIX = 256
 EPS = float(np.finfo(np.float32).eps)

@@ -10,13 +10,13 @@ from live_memory import LiveMemory
 from presets import preset
 
 from flashtrain.assembly import build_model, scorer
-from flashtrain.device import Device
+from flashtrain.device import PRECISIONS, Device
 from flashtrain.evaluation.metrics import byte_perplexity, ppl_strided, summarize, word_perplexity
 from flashtrain.evaluation.report import rows_by_metric
 from flashtrain.evaluation.scoring import NOT_SCORED
 from flashtrain.model.head import summed_cross_entropy
 
-CPU = Device("cpu", torch.float32, compile=False)
+CPU = Device("cpu", PRECISIONS["fp32"], compile=False)
 # (targets, loss) in float64 without any of our evaluation: two lengths, two contexts, strided windows
 GOLDEN = [(63, 5.87103683), (150, 5.85339487), (16, 6.02326479), (16, 6.09595581), (150, 5.86505493)]
 
