@@ -35,7 +35,8 @@ def generate(
     tokens = prompt_tokens
     for _ in range(num_tokens):
         context = tokens[-context_length:]
-        hidden_1SC = model(_padded(context, context_length)[None])
+        fed = context if model.options.rope.follows_length else _padded(context, context_length)
+        hidden_1SC = model(fed[None])
         logits_V = next_logits(hidden_1SC[:, len(context) - 1], model.head_weight, model.options.vocab_size)[0]
         tokens = torch.cat((tokens, _draw(logits_V, temperature, top_k, generator)))
     return tokens[len(prompt_tokens) :]

@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounter
 from flashtrain.kernels.attention import attention
 from flashtrain.model.gpt import GPT
 from flashtrain.model.head import next_logits
+from flashtrain.model.rope_options import RopeOptions
 from flashtrain.model.sampling import generate
 
 PROMPT = torch.tensor([3, 1, 4, 1, 5])
@@ -73,3 +74,13 @@ def test_compiled_model_is_sampled_without_compiling_for_each_length(model):
     expected = sample(model)
     assert counter.frame_count == 0
     assert len(expected) == 20
+
+
+def test_dynamic_positions_are_of_the_tokens_there_are(model):
+    model.options.rope = RopeOptions("dynamic", 1e4, 4.0, 8)
+    tokens = PROMPT
+    with torch.no_grad():
+        for _ in range(20):
+            logits = next_logits(model(tokens[None])[0, -1:], model.head_weight, 100)
+            tokens = torch.cat((tokens, logits.argmax(-1)))
+    assert torch.equal(sample(model, temperature=0), tokens[5:])
