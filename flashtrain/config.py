@@ -86,6 +86,14 @@ class TrainConfig:
     """How many of these are kept beside it, with names by step; 0: only the last, and the best."""
     log_every: int
     """Optimizer steps between logged rows."""
+    pretrained_length: int | None = None
+    """Tokens in a row that the weights were trained with before this run; null: they were drawn for it."""
+
+    def length_after(self, steps: int) -> int:
+        """Tokens in a row that the weights after `steps` steps of this run were trained with, the longest."""
+        if self.pretrained_length is None:
+            return self.sequence_length
+        return max(self.pretrained_length, self.sequence_length) if steps else self.pretrained_length
 
 
 @dataclass
@@ -466,7 +474,8 @@ def _evaluated_rope(config: Config) -> list[str]:
         return [f"eval.rope.type={rope.type} is of rotary positions and the model has learned ones; leave it out"]
     if model.validate():
         return []
-    return rope.in_place_of(model.rope, config.train.sequence_length).validate("eval.rope", model.resolve().head_dim)
+    length = config.train.length_after(config.train.steps)
+    return rope.in_place_of(model.rope, length).validate("eval.rope", model.resolve().head_dim)
 
 
 def _generation(generate: GenerateConfig) -> list[str]:

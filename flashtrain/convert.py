@@ -30,6 +30,8 @@ from flashtrain.model.gpt import GPT
 from flashtrain.model.options import ModelOptions
 from flashtrain.training.checkpoint import MODEL_PREFIX, load_weights, written_whole
 
+PRETRAINED_LENGTH = "train.pretrained_length"
+
 
 @dataclass
 class ConvertConfig(Config):
@@ -74,12 +76,13 @@ def settle(composed: DictConfig, overrides: list[str]) -> Import | Export | Unpa
         if others := sorted(given - {"source", "output"}):
             raise UserError(f"{', '.join(others)} is for a run, and {source} becomes a checkpoint first; leave it out")
         return Unpacking(source, composed.output)
-    if chosen := sorted(key for key in given if key.split(".")[0] == "model"):
+    if chosen := sorted(key for key in given if key.split(".")[0] == "model" or key == PRETRAINED_LENGTH):
         raise UserError(f"{', '.join(chosen)} is not to be chosen: the model is that of {source}; leave it out")
     if "experiment" in given:
         raise UserError(f"experiment=... brings a model of its own, and this one is that of {source}; leave it out")
     settings = read_config(source)
     family, composed.model, training_length = read_settings(settings, str(source / CONFIG), source.resolve().name)
+    composed.train.pretrained_length = training_length
     if "train.sequence_length" not in given:
         composed.train.sequence_length = training_length
     if "train.tokens_per_step" not in given:
@@ -137,9 +140,9 @@ def export_run(asked: Export) -> None:
     tokenizer = load_tokenizer(config.data.tokenizer)
     options = resolve_model(config.model, tokenizer)
     runs.require_same(Path(config.run), "tokenizer", tokenizer.fingerprint)
-    family, settings = write_settings(options, config.train.sequence_length, tokenizer.prefix_id)
     model = _empty_model(options).to_empty(device="cpu")
-    load_weights(model, runs.checkpoint(Path(config.run), config.checkpoint))
+    steps = load_weights(model, runs.checkpoint(Path(config.run), config.checkpoint))
+    family, settings = write_settings(options, config.train.length_after(steps), tokenizer.prefix_id)
     folder = runs.new_folder(asked.output, options.name)
     write_checkpoint(folder, settings, export_weights(family, options, model.state_dict()))
     if tokenizer.name != ByteTokenizer.name:

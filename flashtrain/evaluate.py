@@ -81,11 +81,11 @@ def require_key_tokens(corpus: Corpus, options: EvalOptions) -> None:
         read_keys(Path(options.key_tokens), corpus.text_fingerprint)
 
 
-def evaluated_rope(model: ModelOptions, config: Config) -> RopeOptions | None:
-    """What the evaluation turns heads by: the model's own, or what `eval.rope` puts in its place; None: nothing."""
+def evaluated_rope(model: ModelOptions, rope: RopeOptions, training_length: int) -> RopeOptions | None:
+    """What the evaluation turns heads by: the model's own, or what `rope` puts in its place; None: nothing."""
     if model.positions != "rope":
         return None
-    return config.eval.rope.in_place_of(model.rope, config.train.sequence_length).resolve()
+    return rope.in_place_of(model.rope, training_length).resolve()
 
 
 def count_words(text: str) -> int:
@@ -95,12 +95,13 @@ def count_words(text: str) -> int:
 
 def conditions_of(made: Assembly, corpus: Corpus, config: Config, step: int) -> Conditions:
     """What an evaluation of the model in `made`, trained for `step` steps, depends on beside its options."""
-    rope = evaluated_rope(made.model.options, config)
+    training_length = config.train.length_after(step)
+    rope = evaluated_rope(made.model.options, config.eval.rope, training_length)
     return Conditions(
         model=config.model.name,
         weights=weights_digest(made.model),
         step=step,
-        training_length=config.train.sequence_length,
+        training_length=training_length,
         positions=rope.describe() if rope else "learned positions",
         attention=made.variant,
         dtype=str(made.device.dtype).removeprefix("torch."),
@@ -124,7 +125,7 @@ def measure(
     journal: Journal | None = None,
 ) -> Evaluation:
     """The evaluation of the model in `made`, shown on the console."""
-    rope = evaluated_rope(made.model.options, config)
+    rope = evaluated_rope(made.model.options, config.eval.rope, conditions.training_length)
     if rope and rope != made.model.options.rope:
         console.print(f"{rope.describe()} in place of {made.model.options.rope.describe()}", highlight=False)
     evaluation = evaluate_perplexity(

@@ -97,6 +97,29 @@ def test_an_imported_run_is_trained_on_from_its_weights_and_exported(home, capsy
     assert transformers.AutoTokenizer.from_pretrained("exported").encode("the") == [258]
 
 
+def test_the_length_of_a_checkpoint_outlives_another_of_the_run(home, capsys):
+    save_checkpoint(home / "hub")
+    import_books(*EVALUATED.split(), *TRAINING.split(), "train.sequence_length=32", "data.validation_fraction=0.3")
+    run_command("python -m flashtrain.evaluate run=run eval.rope.type=dynamic eval.rope.factor=2")
+    assert "dynamic RoPE (theta 10000.0, factor 2.0, original_length 64)" in " ".join(capsys.readouterr().out.split())
+    (path,) = home.glob("run/evaluation/*/perplexity.json")
+    assert json.loads(path.read_text())["conditions"]["training_length"] == 64
+    convert("run=run", "output=exported")
+    assert json.loads((home / "exported/config.json").read_text())["max_position_embeddings"] == 64
+
+
+def test_a_checkpoint_trained_on_longer_rows_is_exported_with_their_length(home):
+    save_checkpoint(home / "hub")
+    import_books(*EVALUATED.split(), *TRAINING.split(), "train.sequence_length=128", "train.validation_tokens=128")
+    convert("run=run", "output=before")
+    run_command("python train.py resume=run")
+    convert("run=run", "output=after")
+    lengths = [
+        json.loads((home / name / "config.json").read_text())["max_position_embeddings"] for name in ("before", "after")
+    ]
+    assert lengths == [64, 128]
+
+
 def test_shards_are_read_as_one_file(home):
     model = save_checkpoint(home / "hub")
     import_books()
@@ -143,6 +166,7 @@ def test_torchrun_is_refused(home, monkeypatch):
         (["run=books"], "books is not the folder of a run"),
         (["source=hub", "model.num_layers=3"], "model.num_layers is not to be chosen: the model is that of hub"),
         (["source=hub", "model=gpt2"], "model is not to be chosen: the model is that of hub"),
+        (["source=hub", "train.pretrained_length=9"], "train.pretrained_length is not to be chosen: the model is that"),
         (["source=hub", "experiment=gpt2_long"], "experiment=... brings a model of its own, and this one is that"),
         (["source=hub", "sorce=x"], "there is no setting sorce; did you mean source?"),
         (["source=hub", "output=books", "data=text", "data.path=books"], "output=books exists; name another"),
