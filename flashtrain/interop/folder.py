@@ -45,14 +45,15 @@ class TensorFolder:
 
 
 def _tensor_files(folder: Path) -> list[Path]:
+    """Of both, the single file counts, as with transformers."""
+    if (folder / TENSORS).exists():
+        return [folder / TENSORS]
     if (folder / INDEX).exists():
         index = _read_json(folder / INDEX, f"{folder / INDEX} is not an index")
         names = sorted(set(index.get("weight_map", {}).values()))
         if elsewhere := [name for name in names if Path(name).name != name]:
             raise UserError(f"{folder / INDEX} names {elsewhere[0]}, which is not in {folder}; move it there")
         return [folder / name for name in names]
-    if (folder / TENSORS).exists():
-        return [folder / TENSORS]
     raise UserError(
         f"{folder} has neither {TENSORS} nor {INDEX}; other files, such as pickled ones (.bin, .pt), are not read: "
         "save the model as safetensors"

@@ -42,6 +42,14 @@ def test_padding_of_the_vocabulary_is_zeros(folder):
         assert (weights[name][300:] == 0).all() and (weights[name][:300] != 0).all()
 
 
+def test_a_single_file_counts_before_an_index(folder):
+    expected = weights_of(folder)
+    save_file({"other": torch.zeros(1)}, folder / "part.safetensors")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"other": "part.safetensors"}}')
+    found = weights_of(folder)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_sixteen_bit_tensors_become_float32(folder):
     exact = weights_of(folder)
     change(folder, lambda tensors: tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()}))
