@@ -262,6 +262,20 @@ def refuse_all_but(used: tuple[str, ...], config: Config) -> None:
             raise UserError(f"{name}={value} is not for this command, which takes {' and '.join(used)}; leave it out")
 
 
+def given_keys(overrides: list[str]) -> set[str]:
+    """The keys that a command line gives a value, those within a dictionary too: `a={b:1}` gives a.b."""
+    given = set()
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    left = [(override.key_or_group, override.value()) for override in parsed]
+    while left:
+        key, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{key}.{name}", inner) for name, inner in value.items()]
+        else:
+            given.add(key)
+    return given
+
+
 def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 

@@ -10,13 +10,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 from torch import Tensor
 
 from flashtrain import ranks, runs
 from flashtrain.assembly import open_data, resolve_model
-from flashtrain.config import Config, Root, refuse_all_but, to_yaml
+from flashtrain.config import Config, Root, given_keys, refuse_all_but, to_yaml
 from flashtrain.config import settle as settle_run
 from flashtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from flashtrain.entry import main
@@ -67,11 +66,15 @@ def settle(composed: DictConfig, overrides: list[str]) -> Import | Export | Unpa
         raise UserError(
             "what is meant? Say source=CHECKPOINT, a folder in Hugging Face's format, or run=RUN, one to export"
         )
+    given = given_keys(overrides)
     if composed.run is not None:
+        if others := sorted(given - {"run", "checkpoint", "output"}):
+            raise UserError(
+                f"{', '.join(others)} is not for an export, which takes run, checkpoint and output; leave it out"
+            )
         output, composed.output = composed.output, None
         return Export(settle_run(composed, overrides), output)
     source = Path(composed.source)
-    given = {override.key_or_group for override in OverridesParser.create().parse_overrides(overrides)}
     if source.suffix == gguf.SUFFIX:
         if others := sorted(given - {"source", "output"}):
             raise UserError(f"{', '.join(others)} is for a run, and {source} becomes a checkpoint first; leave it out")
@@ -85,7 +88,7 @@ def settle(composed: DictConfig, overrides: list[str]) -> Import | Export | Unpa
     composed.train.pretrained_length = training_length
     if "train.sequence_length" not in given:
         composed.train.sequence_length = training_length
-    if "train.tokens_per_step" not in given:
+    if "train.tokens_per_step" not in given and composed.train.sequence_length > 0:
         rows = max(composed.train.tokens_per_step // composed.train.sequence_length, 1)
         composed.train.tokens_per_step = rows * composed.train.sequence_length
     if "data.tokenizer" not in given:

@@ -7,11 +7,21 @@ import sys
 
 import numpy as np
 import torch
+from omegaconf import DictConfig
 
 from flashtrain.assembly import Assembly, assemble_run
-from flashtrain.config import Config, GenerateConfig
+from flashtrain.config import Config, GenerateConfig, Root, given_keys
+from flashtrain.config import settle as settle_run
 from flashtrain.entry import main
+from flashtrain.errors import UserError
 from flashtrain.model.sampling import generate
+
+
+def settle(composed: DictConfig, overrides: list[str]) -> Config:
+    """The settings of the run, as `flashtrain.config.settle` says. Raises UserError for those of an evaluation."""
+    if evaluation := sorted(key for key in given_keys(overrides) if key.split(".")[0] == "eval"):
+        raise UserError(f"{', '.join(evaluation)} is for an evaluation and changes no sample; leave it out")
+    return settle_run(composed, overrides)
 
 
 def run(config: Config) -> None:
@@ -37,5 +47,7 @@ def sample(made: Assembly, options: GenerateConfig, context_length: int, seed: i
     return options.prompt + tokenizer.decode(tokens.tolist())
 
 
+ROOT = Root("config", Config, settle)
+
 if __name__ == "__main__":
-    main(run)
+    main(run, ROOT)

@@ -13,7 +13,7 @@ from flashtrain.entry import main
 VERBS = {
     "train.py": (fit.run, RUN),
     "-m flashtrain.evaluate": (evaluate.run, RUN),
-    "-m flashtrain.generate": (generate.run, RUN),
+    "-m flashtrain.generate": (generate.run, generate.ROOT),
     "-m flashtrain.convert": (convert.run, convert.ROOT),
     "-m flashtrain.replay": (replay.run, RUN),
     "-m flashtrain.check": (check.run, check.ROOT),

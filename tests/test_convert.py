@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from commands import SMALL, run_command
+from omegaconf import OmegaConf
 from tiny_checkpoint import save_checkpoint
 
 TRAINING = "train.tokens_per_step=128 train.steps=2 train.validation_tokens=64 optimizer.learning_rate=1e-12"
@@ -72,6 +73,8 @@ def test_an_imported_run_is_evaluated_as_transformers_would(home, capsys):
         assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
     run_command("python -m flashtrain.generate run=run generate.prompt=the")
     assert capsys.readouterr().out.splitlines()[-1].startswith("the")
+    with pytest.raises(SystemExit, match="eval.rope.type is for an evaluation and changes no sample; leave it out"):
+        run_command("python -m flashtrain.generate run=run eval.rope.type=linear")
 
 
 def test_an_imported_run_is_trained_on_from_its_weights_and_exported(home, capsys):
@@ -106,6 +109,13 @@ def test_the_length_of_a_checkpoint_outlives_another_of_the_run(home, capsys):
     assert json.loads(path.read_text())["conditions"]["training_length"] == 64
     convert("run=run", "output=exported")
     assert json.loads((home / "exported/config.json").read_text())["max_position_embeddings"] == 64
+
+
+def test_settings_in_a_dictionary_are_given_too(home):
+    save_checkpoint(home / "hub")
+    import_books(*EVALUATED.split(), "train={sequence_length:32,steps:3}")
+    saved = OmegaConf.load("run/config.yaml").train
+    assert (saved.sequence_length, saved.steps, saved.pretrained_length) == (32, 3, 64)
 
 
 def test_a_checkpoint_trained_on_longer_rows_is_exported_with_their_length(home):
@@ -168,6 +178,8 @@ def test_torchrun_is_refused(home, monkeypatch):
         (["source=hub", "model=gpt2"], "model is not to be chosen: the model is that of hub"),
         (["source=hub", "train.pretrained_length=9"], "train.pretrained_length is not to be chosen: the model is that"),
         (["source=hub", "experiment=gpt2_long"], "experiment=... brings a model of its own, and this one is that"),
+        (["run=books", "eval.rope.type=dynamic", "seed=2"], "eval.rope.type, seed is not for an export, which takes"),
+        (["source=hub", "train.sequence_length=0"], "train.sequence_length is 0; it must be at least 1"),
         (["source=hub", "sorce=x"], "there is no setting sorce; did you mean source?"),
         (["source=hub", "output=books", "data=text", "data.path=books"], "output=books exists; name another"),
         (["source=hub", "resume=books", "output=x"], "output and resume are set together"),

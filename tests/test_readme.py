@@ -41,8 +41,10 @@ def test_command_runs(folder, monkeypatch, command):
         small = SMALL_EXPLAIN
     elif "train.py" in command and "resume=" not in command:
         small = [*SMALL, "model.vocab_size=257"]
-    elif "runs=[" in command:
+    elif "runs=[" in command or "convert run=" in command:
         small = []
+    elif "flashtrain.generate" in command:
+        small = ["generate.num_tokens=4"]
     else:
         small = ["generate.num_tokens=4", "eval.lengths=[65]"]
     if "sdpa_cudnn" in command:
