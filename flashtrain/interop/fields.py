@@ -6,6 +6,15 @@ from flashtrain.errors import UserError
 
 REQUIRED = object()
 
+TYPES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    dict: "a group of settings",
+}
+
 # What a config.json may hold that changes nothing of what an evaluated model computes.
 # fmt: off
 HARMLESS = frozenset({
@@ -27,11 +36,20 @@ class Fields:
         self.place = place
         self._left = dict(values)
 
-    def take(self, name: str, absent: Any = REQUIRED) -> Any:
-        """Return a setting, which may be null, or `absent`. Raises UserError where it is required and not there."""
+    def take(self, name: str, kind: type, absent: Any = REQUIRED) -> Any:
+        """Return a setting of type `kind`, one of `TYPES`, or null, or `absent`.
+
+        Raises UserError where it is of another type (whole numbers are numbers, too), or required and not there.
+        """
         value = self._left.pop(name, absent)
         if absent is REQUIRED and value in (REQUIRED, None):
             raise UserError(f"{self.place} has no {name}, which tells what the model is; add it")
+        if value is None or value is absent:
+            return value
+        if kind is float and type(value) is int:
+            return float(value)
+        if type(value) is not kind:
+            raise UserError(f"{self.place} has {name}={value!r}, which is not {TYPES[kind]}; correct it")
         return value
 
     def require(self, name: str, *allowed: Any) -> None:

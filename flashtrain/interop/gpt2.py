@@ -21,22 +21,22 @@ def _read(fields: Fields, name: str) -> tuple[ModelOptions, int]:
     fields.require("activation_function", "gelu_new", "gelu_pytorch_tanh")
     fields.require("scale_attn_weights", True)
     fields.require("scale_attn_by_inverse_layer_idx", False)
-    length = fields.take("n_positions")
+    length = fields.take("n_positions", int)
     options = ModelOptions(
         **FIXED,
         name=name,
-        num_layers=fields.take("n_layer"),
-        hidden_size=fields.take("n_embd"),
-        num_heads=fields.take("n_head"),
+        num_layers=fields.take("n_layer", int),
+        hidden_size=fields.take("n_embd", int),
+        num_heads=fields.take("n_head", int),
         num_kv_heads=None,
         head_dim=None,
-        norm_eps=fields.take("layer_norm_epsilon", 1e-5),
+        norm_eps=fields.take("layer_norm_epsilon", float, 1e-5),
         max_positions=length,
         rope=RopeOptions(),
-        mlp_hidden_size=fields.take("n_inner", None),
+        mlp_hidden_size=fields.take("n_inner", int, None),
         windows=None,
-        tie_embeddings=fields.take("tie_word_embeddings", True),
-        vocab_size=fields.take("vocab_size"),
+        tie_embeddings=fields.take("tie_word_embeddings", bool, True),
+        vocab_size=fields.take("vocab_size", int),
     )
     return options, length
 

@@ -25,27 +25,27 @@ def _read_common(
 ) -> tuple[ModelOptions, int]:
     """`num_kv_heads` and `head_dim` are what their absence means; `options` are what the families do not share."""
     fields.require("hidden_act", "silu", "swish")
-    length = fields.take("max_position_embeddings")
+    length = fields.take("max_position_embeddings", int)
     read = ModelOptions(
         **options,
         name=name,
-        num_layers=fields.take("num_hidden_layers"),
-        hidden_size=fields.take("hidden_size"),
-        num_heads=fields.take("num_attention_heads"),
-        num_kv_heads=fields.take("num_key_value_heads", num_kv_heads),
-        head_dim=fields.take("head_dim", head_dim),
-        norm_eps=fields.take("rms_norm_eps", 1e-6),
+        num_layers=fields.take("num_hidden_layers", int),
+        hidden_size=fields.take("hidden_size", int),
+        num_heads=fields.take("num_attention_heads", int),
+        num_kv_heads=fields.take("num_key_value_heads", int, num_kv_heads),
+        head_dim=fields.take("head_dim", int, head_dim),
+        norm_eps=fields.take("rms_norm_eps", float, 1e-6),
         max_positions=None,
         rope=read_rope(fields, length),
-        mlp_hidden_size=fields.take("intermediate_size"),
-        tie_embeddings=fields.take("tie_word_embeddings", False),
-        vocab_size=fields.take("vocab_size"),
+        mlp_hidden_size=fields.take("intermediate_size", int),
+        tie_embeddings=fields.take("tie_word_embeddings", bool, False),
+        vocab_size=fields.take("vocab_size", int),
     )
     return read, length
 
 
 def _read_llama(fields: Fields, name: str) -> tuple[ModelOptions, int]:
-    bias, mlp_bias = fields.take("attention_bias", False), fields.take("mlp_bias", False)
+    bias, mlp_bias = fields.take("attention_bias", bool, False), fields.take("mlp_bias", bool, False)
     if bias != mlp_bias:
         raise UserError(
             f"{fields.place} has attention_bias={bias} and mlp_bias={mlp_bias}; a model here has both or neither"
@@ -54,7 +54,7 @@ def _read_llama(fields: Fields, name: str) -> tuple[ModelOptions, int]:
 
 
 def _read_mistral(fields: Fields, name: str) -> tuple[ModelOptions, int]:
-    window = fields.take("sliding_window", 4096)
+    window = fields.take("sliding_window", int, 4096)
     windows = None if window is None else [window]
     return _read_common(fields, name, num_kv_heads=8, head_dim=None, windows=windows, **MISTRAL_FIXED)
 
@@ -66,17 +66,17 @@ def _read_qwen3(fields: Fields, name: str) -> tuple[ModelOptions, int]:
 
 
 def _qwen3_windows(fields: Fields, num_layers: int) -> list[int | None]:
-    window = fields.take("sliding_window", 4096)
-    first_layer = fields.take("max_window_layers", 28)
-    if not fields.take("use_sliding_window", False):
+    window = fields.take("sliding_window", int, 4096)
+    first_layer = fields.take("max_window_layers", int, 28)
+    if not fields.take("use_sliding_window", bool, False):
         window = None
-    kinds = fields.take("layer_types", None)
+    kinds = fields.take("layer_types", list, None)
     if kinds is None:
         kinds = [SLIDING if window and layer >= first_layer else FULL for layer in range(num_layers)]
-    allowed = {FULL, SLIDING} if window else {FULL}
-    if len(kinds) != num_layers or set(kinds) - allowed:
+    allowed = [FULL, SLIDING] if window else [FULL]
+    if len(kinds) != num_layers or any(kind not in allowed for kind in kinds):
         raise UserError(
-            f"{fields.place} has layer_types={kinds}; allowed are {num_layers} of {' and '.join(sorted(allowed))} "
+            f"{fields.place} has layer_types={kinds}; allowed are {num_layers} of {' and '.join(allowed)} "
             f"with use_sliding_window and sliding_window as they stand there"
         )
     return [window if kind == SLIDING else None for kind in kinds]

@@ -18,29 +18,30 @@ def read_rope(fields: Fields, max_positions: int) -> RopeOptions:
 
     Raises UserError for what cannot be expressed, by its name.
     """
-    theta = fields.take("rope_theta", None) or USUAL_THETA
-    outside = fields.take(ORIGINAL, None)
+    theta = fields.take("rope_theta", float, None) or USUAL_THETA
+    outside = fields.take(ORIGINAL, int, None)
     fields.require("partial_rotary_factor", 1.0)
     fields.require("rope_interleaved", False)
     name = "rope_parameters"
-    values = fields.take(name, None)
-    if scaling := fields.take("rope_scaling", None):
+    values = fields.take(name, dict, None)
+    if scaling := fields.take("rope_scaling", dict, None):
         name, values = "rope_scaling", scaling
     inside = Fields(_of_all_layers(values or {}, f"{fields.place} {name}"), f"{fields.place}: {name}")
-    older_name = inside.take("type", "default")
-    kind = inside.take("rope_type", older_name)
+    older_name = inside.take("type", str, "default")
+    kind = inside.take("rope_type", str, older_name)
     if kind not in KINDS:
         raise UserError(f"{inside.place} is of type {kind}; allowed are {', '.join(KINDS)}")
     inside.require("partial_rotary_factor", 1.0)
-    options = {"theta": float(inside.take("rope_theta", None) or theta)}
+    options = {"theta": inside.take("rope_theta", float, None) or theta}
     for key in TYPES[kind]:
         if key == "original_length":
             options[key] = _original_length(kind, inside, outside, max_positions)
+        elif key == "truncate":
+            options[key] = _truncate(inside)
         else:
-            value = inside.take(key, REQUIRED if key in NEEDED else None)
-            options[key] = float(value) if type(value) is int else value
+            options[key] = inside.take(key, float, REQUIRED if key in NEEDED else None)
     if kind == "yarn":
-        scale, scale_all_dim = inside.take("mscale", None), inside.take("mscale_all_dim", None)
+        scale, scale_all_dim = inside.take("mscale", float, None), inside.take("mscale_all_dim", float, None)
         if options["attention_factor"] is None and scale and scale_all_dim:
             factor = options["factor"]
             options["attention_factor"] = attention_factor(factor, scale) / attention_factor(factor, scale_all_dim)
@@ -72,11 +73,18 @@ def _of_all_layers(values: dict[str, Any], place: str) -> dict[str, Any]:
     return by_layer[0]
 
 
+def _truncate(inside: Fields) -> bool | None:
+    """Absent is what YaRN has published, None; transformers takes null for false."""
+    absent = object()
+    value = inside.take("truncate", bool, absent)
+    return None if value is absent else bool(value)
+
+
 def _original_length(kind: str, inside: Fields, outside: int | None, max_positions: int) -> int:
     if kind == "dynamic":
         inside.require(ORIGINAL, max_positions)  # the one that transformers scales from
         return max_positions
-    found = inside.take(ORIGINAL, None)
+    found = inside.take(ORIGINAL, int, None)
     if outside or found:
         return outside or found
     raise UserError(

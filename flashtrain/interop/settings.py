@@ -20,13 +20,15 @@ def read_settings(config: dict[str, Any], place: str, name: str) -> tuple[Family
     Raises UserError for another family, and for a setting that is unknown or cannot be expressed, by its name.
     """
     fields = Fields(config, place)
-    model_type = fields.take("model_type")
+    model_type = fields.take("model_type", str)
     if model_type not in FAMILIES:
         raise UserError(f"{place} is of model_type {model_type}; allowed are {', '.join(FAMILIES)}")
     for flag in ("is_encoder_decoder", "add_cross_attention"):
         fields.require(flag, False)
     family = FAMILIES[model_type]
     options, training_length = family.read(fields, name)
+    if training_length < 1:
+        raise UserError(f"{place} says that the model takes {training_length} tokens in a row; correct it")
     fields.refuse_others()
     return family, options, training_length
 

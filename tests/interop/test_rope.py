@@ -75,6 +75,10 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
         ({"rope_scaling": {"type": "yarn", "rope_type": "yarn", **YARN}}, RopeOptions("yarn", 1e4, 4.0, 1024)),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, RopeOptions("dynamic", 1e4, 2.0, 4096)),
         (
+            {"rope_scaling": {"type": "yarn", "truncate": None, **YARN}},
+            RopeOptions("yarn", 1e4, 4.0, 1024, truncate=False),
+        ),
+        (
             {"original_max_position_embeddings": 512, "rope_scaling": {"type": "yarn", **YARN}},
             RopeOptions("yarn", 1e4, 4.0, 512),
         ),
@@ -90,7 +94,7 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
             RopeOptions("default", 7.0),
         ),
     ],
-    ids=["absent", "theta", "llama3", "type", "both-names", "dynamic", "length-outside", "mscale", "by-layer"],
+    ids=["absent", "theta", "llama3", "type", "both-names", "dynamic", "null", "length-outside", "mscale", "by-layer"],
 )  # fmt: skip
 def test_both_layouts_are_read(settings, rope):
     assert read(**settings) == rope
@@ -105,6 +109,8 @@ def test_both_layouts_are_read(settings, rope):
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling has no factor, which tells what the model is; add it"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}}, "not known here .*: beta_fast=3;"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0, **YARN}}, "original_max_position_embeddings=1024, which"),
+        ({"rope_scaling": "linear"}, "config.json has rope_scaling='linear', which is not a group of settings"),
+        ({"rope_theta": "x"}, "config.json has rope_theta='x', which is not a number; correct it"),
         ({"partial_rotary_factor": 0.5}, "config.json has partial_rotary_factor=0.5, which no model here can do"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "config.json: rope_parameters has partial_rotary_factor"),
         ({"rope_interleaved": True}, "config.json has rope_interleaved=True"),
