@@ -5,7 +5,6 @@ its first step; `python -m flashtrain.convert run=RUN output=CHECKPOINT` exports
 `python -m flashtrain.convert source=FILE.gguf output=CHECKPOINT` makes a checkpoint of a GGUF file.
 """
 
-import shutil
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -123,16 +122,16 @@ def import_checkpoint(asked: Import) -> None:
     tensors = TensorFolder(source)
     weights = import_weights(family, options, _shapes(options), tensors.names, tensors.read, str(source))
     corpus = open_data(config.data, tokenizer)
-    folder = runs.new_folder(config.output, options.name)
-    if tokenizer.name != ByteTokenizer.name:
-        config.data.tokenizer = str(folder / TOKENIZER)
-        shutil.copyfile(tokenizer.name, config.data.tokenizer)
-    runs.write_whole(folder / runs.CONFIG_FILE, to_yaml(config))
     facts = runs.provenance(
         corpus=corpus.fingerprint, tokenizer=tokenizer.fingerprint, source=str(source), architecture=family.architecture
     )
-    runs.write_json(folder / runs.PROVENANCE_FILE, facts)
-    _save(weights, runs.checkpoint(folder, runs.DEFAULT_CHECKPOINT))
+    with runs.folder_made_whole(config.output, options.name) as folder:
+        if tokenizer.name != ByteTokenizer.name:
+            config.data.tokenizer = str(folder / TOKENIZER)
+            runs.copy(tokenizer.name, folder / TOKENIZER)
+        runs.write_whole(folder / runs.CONFIG_FILE, to_yaml(config))
+        runs.write_json(folder / runs.PROVENANCE_FILE, facts)
+        _save(weights, runs.checkpoint(folder, runs.DEFAULT_CHECKPOINT))
     print(f"wrote {folder}: a run with the weights of {source}, {family.architecture}, before its first step")
 
 
@@ -146,11 +145,11 @@ def export_run(asked: Export) -> None:
     model = _empty_model(options).to_empty(device="cpu")
     steps = load_weights(model, runs.checkpoint(Path(config.run), config.checkpoint))
     family, settings = write_settings(options, config.train.length_after(steps), tokenizer.prefix_id)
-    folder = runs.new_folder(asked.output, options.name)
-    write_checkpoint(folder, settings, export_weights(family, options, model.state_dict()))
-    if tokenizer.name != ByteTokenizer.name:
-        shutil.copyfile(tokenizer.name, folder / TOKENIZER)
-    else:
+    with runs.folder_made_whole(asked.output, options.name) as folder:
+        write_checkpoint(folder, settings, export_weights(family, options, model.state_dict()))
+        if tokenizer.name != ByteTokenizer.name:
+            runs.copy(tokenizer.name, folder / TOKENIZER)
+    if tokenizer.name == ByteTokenizer.name:
         print(f"no {TOKENIZER}: ids are bytes, and {tokenizer.prefix_id} stands before a document")
     print(f"wrote {folder}: {family.architecture} with the weights of {config.run}")
 
@@ -158,9 +157,9 @@ def export_run(asked: Export) -> None:
 def unpack_gguf(asked: Unpacking) -> None:
     """Write the model and the tokenizer of a GGUF file as a checkpoint in float32."""
     settings, tensors, tokenizer = gguf.read_gguf(asked.source)
-    folder = runs.new_folder(asked.output, asked.source.stem)
-    write_checkpoint(folder, settings, tensors)
-    runs.write_whole(folder / TOKENIZER, tokenizer)
+    with runs.folder_made_whole(asked.output, asked.source.stem) as folder:
+        write_checkpoint(folder, settings, tensors)
+        runs.write_whole(folder / TOKENIZER, tokenizer)
     print(f"wrote {folder}: a checkpoint of {asked.source}, to be converted with source={folder}")
 
 

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,6 +48,17 @@ def new_folder(output: str | None, label: str) -> Path:
         except FileExistsError:
             raise UserError(f"output={output} exists; name another, or say resume={output} to continue it") from None
     return Path(output)
+
+
+@contextlib.contextmanager
+def folder_made_whole(output: str | None, label: str) -> Iterator[Path]:
+    """`new_folder`, which is removed with what is in it where the block fails."""
+    folder = new_folder(output, label)
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def folder_to_start_in(output: str) -> Path:
@@ -137,6 +149,12 @@ def write_whole(path: Path, text: str) -> None:
     with _writing(path):
         aside.write_text(text, encoding="utf-8")
         os.replace(aside, path)
+
+
+def copy(source: Path | str, path: Path) -> None:
+    """Copy a file. Raises UserError where the disk refuses."""
+    with _writing(path):
+        shutil.copyfile(source, path)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -158,6 +159,27 @@ def test_what_no_family_expresses_is_refused_with_the_settings(home):
     assert "; llama has no model.attention_softcap=5.0, model.qk_norm=True; mistral has no" in told
     assert told.endswith("; qwen3 has no model.attention_softcap=5.0")
     assert not (home / "exported").exists()
+
+
+@pytest.mark.parametrize(
+    ("output", "refused", "words"),
+    [
+        ("again", "again/tokenizer.json", ["source=hub", "data=text", "data.path=books", "trainer=cpu"]),
+        ("exported", "exported", ["run=run"]),
+    ],
+    ids=["import", "export"],
+)
+def test_where_the_disk_refuses_nothing_is_left(home, output, refused, words):
+    save_checkpoint(home / "hub")
+    import_books()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        told = sentence_of(f"output={output}", *words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert told.startswith(f"{refused} cannot be written (")
+    assert not (home / output).exists()
 
 
 def test_torchrun_is_refused(home, monkeypatch):
