@@ -6,26 +6,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from eval_options import OPTIONS
 from rich.console import Console
 
-from flashtrain.evaluation.options import EvalOptions
 from flashtrain.evaluation.perplexity import Conditions, evaluate_perplexity
 from flashtrain.evaluation.scoring import Documents
 
 PREFIX = 256
 
-OPTIONS = EvalOptions(
-    lengths=[32, 64, 128],
-    targets_per_anchor=16,
-    max_documents=None,
-    max_anchors=None,
-    window=None,
-    stride=None,
-    prefix="document",
-    key_tokens=None,
-    batch_tokens=512,
-    prefill_tokens=None,
-)
+SHORT = replace(OPTIONS, lengths=[32, 64, 128], targets_per_anchor=16, max_anchors=None, batch_tokens=512)
 
 
 @dataclass
@@ -105,10 +94,10 @@ def conditions():
 
 @pytest.fixture
 def evaluation_of(byte_counts, conditions):
-    """Evaluate a model on a stream with OPTIONS, or changes of them."""
+    """Evaluate a model on a stream with SHORT, or changes of them."""
 
     def build(nll, stream, follows_length=False, journal=None, **changes):
-        options = replace(OPTIONS, **changes).resolve(64, None)
+        options = replace(SHORT, **changes).resolve(64, None)
         assert options.validate(None) == []
         return evaluate_perplexity(
             nll,

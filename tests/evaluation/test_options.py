@@ -3,27 +3,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from eval_options import OPTIONS
 
 from flashtrain.evaluation.options import EvalOptions
 
-GOOD = EvalOptions(
-    lengths=[128, 256],
-    targets_per_anchor=64,
-    max_documents=None,
-    max_anchors=10,
-    window=None,
-    stride=None,
-    prefix="document",
-    key_tokens=None,
-    batch_tokens=4096,
-    prefill_tokens=None,
-)
 CONF = Path(__file__).parents[2] / "conf" / "eval"
 
 
 def test_good_options_have_no_problem():
-    assert GOOD.validate(max_positions=None) == []
-    assert GOOD.validate(max_positions=256) == []
+    assert OPTIONS.validate(max_positions=None) == []
+    assert OPTIONS.validate(max_positions=256) == []
 
 
 @pytest.mark.parametrize(
@@ -50,24 +39,24 @@ def test_good_options_have_no_problem():
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_a_mistake_is_named(changes, sentence):
-    problems = replace(GOOD, **changes).validate(max_positions=256)
+    problems = replace(OPTIONS, **changes).validate(max_positions=256)
     assert len(problems) == 1
     assert sentence in problems[0]
 
 
 def test_a_stride_of_null_is_the_window():
-    assert replace(GOOD, window=100).resolve(256, None).stride == 100
-    assert replace(GOOD, window=100, stride=25).resolve(256, None).stride == 25
+    assert replace(OPTIONS, window=100).resolve(256, None).stride == 100
+    assert replace(OPTIONS, window=100, stride=25).resolve(256, None).stride == 25
 
 
 def test_windows_may_be_of_these_lengths():
-    assert GOOD.fed_lengths() == [128, 256]
-    assert replace(GOOD, window=100).fed_lengths() == [128, 256, 1, 100], "a document may have but two tokens"
-    assert replace(GOOD, key_tokens="self").fed_lengths() == [128, 256, 16 + 4, 32 + 8]
+    assert OPTIONS.fed_lengths() == [128, 256]
+    assert replace(OPTIONS, window=100).fed_lengths() == [128, 256, 1, 100], "a document may have but two tokens"
+    assert replace(OPTIONS, key_tokens="self").fed_lengths() == [128, 256, 16 + 4, 32 + 8]
 
 
 def test_all_mistakes_are_named_at_once():
-    problems = replace(GOOD, lengths=[512, 32], batch_tokens=0).validate(max_positions=256)
+    problems = replace(OPTIONS, lengths=[512, 32], batch_tokens=0).validate(max_positions=256)
     assert len(problems) == 4
 
 
@@ -85,9 +74,9 @@ def test_every_choice_in_conf_is_complete_and_good(path):
     ids=["twice-the-training-length", "learned-positions-end", "shorter-than-the-targets"],
 )
 def test_lengths_of_null_are_halvings(training_length, max_positions, lengths):
-    options = replace(GOOD, lengths=None)
+    options = replace(OPTIONS, lengths=None)
     assert options.resolve(training_length, max_positions).lengths == lengths
 
 
 def test_default_lengths_are_eight_at_most():
-    assert replace(GOOD, lengths=None).resolve(1 << 20, None).lengths == [1 << power for power in range(14, 22)]
+    assert replace(OPTIONS, lengths=None).resolve(1 << 20, None).lengths == [1 << power for power in range(14, 22)]

@@ -9,27 +9,16 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
+from eval_options import OPTIONS
 from rich.console import Console
 
 from flashtrain.charts import BLUE, GREEN, ORANGE
-from flashtrain.evaluation.options import EvalOptions
 from flashtrain.evaluation.perplexity import evaluate_perplexity
 from flashtrain.evaluation.report import as_json, rows_by_metric, terminal_report, write_reports
 from flashtrain.evaluation.scoring import Documents
 from flashtrain.evaluation.table import read_table
 
-OPTIONS = EvalOptions(
-    lengths=[128, 512, 1024, 65536],
-    targets_per_anchor=64,
-    max_documents=2,
-    max_anchors=3,
-    window=None,
-    stride=None,
-    prefix="document",
-    key_tokens=None,
-    batch_tokens=4096,
-    prefill_tokens=None,
-)
+REPORTED = replace(OPTIONS, lengths=[128, 512, 1024, 65536], max_documents=2, max_anchors=3)
 
 
 @pytest.fixture
@@ -45,7 +34,7 @@ def evaluation_of(random_stream, byte_counts, conditions):
             Documents(random_stream(1100, 2048, 3000, 200), "document"),
             bytes_per_token=byte_counts,
             count_words=lambda tokens: len(tokens) // 5,
-            options=replace(OPTIONS, **changes),
+            options=replace(REPORTED, **changes),
             conditions=conditions,
             follows_length=False,
             console=Console(file=io.StringIO()),
@@ -74,7 +63,7 @@ def test_json_holds_every_figure_and_what_it_depends_on(evaluation, curves, cond
     json_path, *_ = write_reports(evaluation, tmp_path / "evaluation")
     report = json.loads(json_path.read_text())
     assert report["conditions"] == asdict(conditions)
-    assert report["options"] == asdict(OPTIONS)
+    assert report["options"] == asdict(REPORTED)
     assert report["unreached_lengths"] == [65536]
     assert report["scored"]["documents"] == 2
     assert report["scored"]["anchors_in_corpus"] == 5
@@ -187,7 +176,7 @@ def test_windows_key_tokens_and_lm_evals_figures_are_reported(evaluation_of, tmp
 
 def test_without_a_prefix_lm_evals_figures_are_left_out(random_stream, byte_counts, conditions):
     """They are of whole texts, whose first token is then not scored."""
-    options = replace(OPTIONS, lengths=[128], window=64, stride=64, prefix="none")
+    options = replace(REPORTED, lengths=[128], window=64, stride=64, prefix="none")
     curves = evaluate_perplexity(
         lambda inputs, targets: torch.ones(inputs.shape),
         Documents(random_stream(200), "none"),

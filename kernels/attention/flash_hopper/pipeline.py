@@ -104,7 +104,8 @@ def landed_anew(ring, n, COPY: gl.constexpr):
     """A computing warpgroup, after it has waited for use n: block COPY, rows x columns, at an address of its own.
 
     For a loop: ptxas 12.8 computes what two loops in sequence take from one address before the first of them alone,
-    and where that is skipped the second reads registers that nobody set. It does not look through a shuffle.
+    and where that is skipped the second reads registers that nobody set. It takes addresses behind shuffles for
+    different ones, though it removes the shuffles in the end.
     """
     buffers, landed, free = ring
     SLOTS: gl.constexpr = landed.shape[0]
