@@ -11,6 +11,7 @@ import torch
 
 from flashtrain.kernels.attention import Intervals
 
+triton = pytest.importorskip("triton")
 forward = pytest.importorskip("flashtrain.kernels.attention.flash_hopper.forward")
 launch = pytest.importorskip("flashtrain.kernels.attention.flash_hopper.launch")
 schedule = pytest.importorskip("flashtrain.kernels.attention.flash_hopper.schedule")
@@ -29,7 +30,7 @@ MASKS = {
 def on_python_ints(monkeypatch):
     for module in (schedule, geometry):
         monkeypatch.setattr(module, "tl", SimpleNamespace(minimum=min, maximum=max))
-    for name in ("block_of_step", "query_bounds"):
+    for name in ("block_of_step", "block_ranges", "key_bounds", "query_bounds"):
         monkeypatch.setattr(schedule, name, getattr(geometry, name).fn)
 
 
@@ -72,6 +73,39 @@ def test_a_table_lists_the_tiles_of_each_program(intervals):
     assert sorted(numbers) == list(range(6 * 8))
 
 
+@pytest.mark.parametrize("counted", [False, True])
+def test_programs_take_every_tile_once_with_its_blocks(counted, on_python_ints, monkeypatch):
+    batch, heads, q_len, kv_len, BLOCK_M, BLOCK_N, num_programs = 2, 3, 1000, 1300, 192, 128, 10
+    causal = Intervals.causal()
+    bounds = causal.bounds_of(q_len, kv_len).keys[:, 0]
+    mask = (q_len, kv_len, kv_len, 0, (bounds,) if counted else None)
+    monkeypatch.setattr(geometry, "_load", lambda rows, i, b, length: rows[:, i].tolist())
+    table = schedule.table(causal, q_len, kv_len, batch * heads, 4, BLOCK_M, BLOCK_N, num_programs, torch.device("cpu"))
+    counter, program = itertools.count(), None
+    device = SimpleNamespace(
+        cdiv=triton.cdiv,
+        program_id=lambda axis: program,
+        num_programs=lambda axis: num_programs,
+        load=lambda address, mask=True, other=None: table[address].item() if mask else other,
+        atomic_add=lambda address, value, sem: next(counter),
+    )
+    monkeypatch.setattr(schedule, "gl", device)
+    found, going_on, n = [], list(range(num_programs)), 0
+    while going_on:
+        for program in tuple(going_on):
+            exists, *tile = schedule.query_tile.fn(0, n, (batch * heads, heads), mask, BLOCK_M, BLOCK_N, FIRST=n == 0)
+            found += [tile] * exists
+            assert exists or n > 0
+            going_on = going_on if exists else [other for other in going_on if other != program]
+        n += 1
+    assert sorted(tile[:3] for tile in found) == [
+        [b, h, first] for b in range(batch) for h in range(heads) for first in range(0, q_len, BLOCK_M)
+    ]
+    for *_, first, blocks in found:
+        rows = bounds[:, [first, min(first + BLOCK_M, q_len) - 1]]
+        assert blocks == geometry.block_ranges.fn(*rows.T.flatten().tolist(), BLOCK_N)
+
+
 def test_tiles_alike_go_head_by_head():
     table = schedule.table(Intervals.full(), 512, 512, 4, 4, 128, 128, 8, torch.device("cpu"))
     assert [table[9 + begin].item() for begin in table[:8].tolist()] == list(range(8))
@@ -84,6 +118,7 @@ def test_a_plan_is_made_once_for_each_shape_and_its_table_stays_where_it_is():
     assert causal.any_masked and full.any_masked and bounds.any_masked
     assert not forward._plan(Intervals.full(), 2, 512, 512, *shape[3:]).any_masked
     assert (full.launch, bounds.launch) == (launch.FORWARD[64], launch.FEW_KEYS[64])
+    assert bounds.tiles is None
 
 
 @pytest.mark.parametrize(

@@ -29,41 +29,88 @@ from ..softcap import cap_scores, score_units
 from ..tiles import num_sms
 from ..views import VARYING, addressable
 from .launch import ROWS, Launch, launch_of, view
-from .pipeline import FIRST_BARRIER, fetch, give_turn, landed_anew, make_ring, release, take_turn, tiles_of, wait_for
+from .pipeline import (
+    FIRST_BARRIER,
+    fetch,
+    fetch_with_message,
+    give_turn,
+    landed_anew,
+    make_ring,
+    message_at,
+    release,
+    room_for_messages,
+    take_turn,
+    tiles_of,
+    wait_for,
+)
 from .products import as_operand, rounded, zeros
-from .schedule import block_at, section, table, tile_at, tiles_of_program, visits
+from .schedule import block_at, query_tile, section, table, visits
 
-# Slots of each ring.
-SLOTS: gl.constexpr = gl.constexpr(2)
+# Slots of Q's ring.
+Q_SLOTS: gl.constexpr = gl.constexpr(2)
+
+# Named barriers: a turn for each warpgroup that computes, then those of the rings.
+FIRST_TURN: gl.constexpr = FIRST_BARRIER
+FIRST_RING: gl.constexpr = gl.constexpr(FIRST_BARRIER.value + 3)
 
 
 @gluon.jit
-def _load(problem, rings, inputs, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The loading warp: Q of every tile of the program, and K of each block before V of the block before."""
-    table_ptr, num_q_heads, group_size, mask, scale_log2e, cap = problem
+def _load(problem, rings, messages, inputs, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The loading warp: Q of every tile of the program, and K of each block before V of the block before.
+
+    Beside Q it says where the tile is, or that there are no more, so that only this warp has to find out. It does so
+    while the others have a block to go on with.
+    """
+    order_ptr, num_heads, group_size, mask, scale_log2e, cap = problem
     q_ring, k_ring, v_ring = rings
     q, k, v = inputs
-    begin, end = tiles_of_program(table_ptr)
-    b, h, first, blocks = tile_at(table_ptr, begin, num_q_heads, mask, CONSUMERS * ROWS, BLOCK_N)
+    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
+    more, b, h, first, blocks = query_tile(order_ptr, 0, num_heads, mask, BLOCK_M, BLOCK_N, FIRST=True)
+    fetch_with_message(q_ring, messages, 0, (more, b, h, first) + blocks, q, b, h, first, more, CONSUMERS)
     block = block_at(0, blocks)
-    fetch(q_ring, 0, q, b, h, first, CONSUMERS)
     fetch(k_ring, 0, k, b, h // group_size, block * BLOCK_N, CONSUMERS)
-    count = 0
-    for n in range(begin, end):
-        for visit in range(1, visits(blocks)[1]):
-            next_block = block_at(visit, blocks)
-            fetch(k_ring, count + 1, k, b, h // group_size, next_block * BLOCK_N, CONSUMERS)
-            fetch(v_ring, count, v, b, h // group_size, block * BLOCK_N, CONSUMERS)
-            block = next_block
-            count += 1
-        last_b, last_h, last_block = b, h, block
-        if n + 1 < end:
-            b, h, first, blocks = tile_at(table_ptr, n + 1, num_q_heads, mask, CONSUMERS * ROWS, BLOCK_N)
-            block = block_at(0, blocks)
-            fetch(q_ring, n + 1 - begin, q, b, h, first, CONSUMERS)
-            fetch(k_ring, count + 1, k, b, h // group_size, block * BLOCK_N, CONSUMERS)
-        fetch(v_ring, count, v, last_b, last_h // group_size, last_block * BLOCK_N, CONSUMERS)
+    n, count = 0, 0
+    while more:
+        h_kv, all_visits = h // group_size, visits(blocks)[1]
+        block, count = _load_visits(
+            1, tl.minimum(all_visits, 2), block, count, rings, inputs, b, h_kv, blocks, CONSUMERS, BLOCK_N
+        )
+        n += 1
+        more, next_b, next_h, first, next_blocks = query_tile(order_ptr, n, num_heads, mask, BLOCK_M, BLOCK_N)
+        message = (more, next_b, next_h, first) + next_blocks
+        fetch_with_message(q_ring, messages, n, message, q, next_b, next_h, first, more, CONSUMERS)
+        block, count = _load_visits(
+            2, all_visits, block, count, rings, inputs, b, h_kv, blocks, CONSUMERS, BLOCK_N
+        )  # fmt: skip
+        next_block = block_at(0, next_blocks)
+        if more:
+            fetch(k_ring, count + 1, k, next_b, next_h // group_size, next_block * BLOCK_N, CONSUMERS)
+        fetch(v_ring, count, v, b, h_kv, block * BLOCK_N, CONSUMERS)
+        b, h, blocks, block = next_b, next_h, next_blocks, next_block
         count += 1
+
+
+@gluon.jit
+def _load_visits(
+    start, stop, block, count, rings, inputs, b, h_kv, blocks, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr
+):  # fmt: skip
+    """K of a tile's visits, and V of the visit before each, at first of `block`; returns the last block."""
+    q_ring, k_ring, v_ring = rings
+    q, k, v = inputs
+    for visit in range(start, stop):
+        next_block = block_at(visit, blocks)
+        fetch(k_ring, count + 1, k, b, h_kv, next_block * BLOCK_N, CONSUMERS)
+        fetch(v_ring, count, v, b, h_kv, block * BLOCK_N, CONSUMERS)
+        block = next_block
+        count += 1
+    return block, count
+
+
+@gluon.jit
+def _tile(messages, n):
+    """A computing warpgroup, after it has waited for Q of its n-th tile: what `query_tile` said of the tile."""
+    exists, b, h, first, begin, free_begin, free_end, end = message_at(messages, n)
+    return exists != 0, b, h, first, (begin, free_begin, free_end, end)
 
 
 @gluon.jit
@@ -75,12 +122,12 @@ def _scores_and_output(
     q_ring, k_ring, v_ring = rings
     k_ND = wait_for(k_ring, count + 1, needed=needed)
     if PING_PONG:
-        take_turn(FIRST_BARRIER + 3 * SLOTS, CONSUMER)
+        take_turn(FIRST_TURN, CONSUMER)
     s_MN = warpgroup_mma(q_MD, k_ND.permute((1, 0)), zeros(BLOCK_N), use_acc=False, is_async=True)
     v_ND = wait_for(v_ring, count)
     acc_MD = warpgroup_mma(p_MN, v_ND, acc_MD, is_async=True)
     if PING_PONG:
-        give_turn(FIRST_BARRIER + 3 * SLOTS, CONSUMER, CONSUMERS)
+        give_turn(FIRST_TURN, CONSUMER, CONSUMERS)
     return s_MN, acc_MD
 
 
@@ -114,13 +161,13 @@ def _across(x_M, like):
 
 @gluon.jit
 def _attend(
-    state, tile, rings, lo_M, hi_M, blocks, scale_log2e, cap,
+    state, n, rings, blocks, lo_M, hi_M, scale_log2e, cap,
     MASKED: gl.constexpr, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
     PING_PONG: gl.constexpr,
 ):  # fmt: skip
-    """Folds key blocks but the first into output and softmax state: those that need a mask, or the free."""
+    """Folds key blocks of a tile but the first into output and softmax state: those that need a mask, or the free."""
     q_ring, k_ring, v_ring = rings
-    q_MD = landed_anew(q_ring, tile, CONSUMER)
+    q_MD = landed_anew(q_ring, n, CONSUMER)
     acc_MD, p_MN, row_max_M, row_sum_MT, count = state
     masked, all_visits = visits(blocks)
     if MASKED:
@@ -147,11 +194,12 @@ def _attend(
 
 @gluon.jit
 def _compute(
-    problem, rings, outputs, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
+    problem, rings, messages, outputs, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
     ANY_MASKED: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: its 64 rows of out and lse of every tile of the program."""
-    table_ptr, num_q_heads, group_size, mask, scale_log2e, cap = problem
+    order_ptr, num_heads, group_size, mask, scale_log2e, cap = problem
+    all_heads, num_q_heads = num_heads
     q_ring, k_ring, v_ring = rings
     out, out_buffers, lse_ptr = outputs
     q_len = mask[0]
@@ -161,40 +209,35 @@ def _compute(
     out_buffer = out_buffers.index(CONSUMER)
     BLOCK_DV: gl.constexpr = out.block_shape[3]
     if PING_PONG and CONSUMER == CONSUMERS - 1:
-        give_turn(FIRST_BARRIER + 3 * SLOTS, CONSUMER, CONSUMERS)
+        give_turn(FIRST_TURN, CONSUMER, CONSUMERS)
 
-    begin, end = tiles_of_program(table_ptr)
-    b, h, first, blocks = tile_at(table_ptr, begin, num_q_heads, mask, CONSUMERS * ROWS, BLOCK_N)
-    lo_M, hi_M = key_bounds(first + i_M, b, *mask)
     q_MD = wait_for(q_ring, 0, CONSUMER)
+    more, b, h, first, blocks = _tile(messages, 0)
+    lo_M, hi_M = key_bounds(first + i_M, b, *mask)
     s_MN = warpgroup_mma(q_MD, wait_for(k_ring, 0).permute((1, 0)), zeros(BLOCK_N), use_acc=False, is_async=True)
     s_MN = warpgroup_mma_wait(0, (s_MN,))
     release(k_ring, 0, CONSUMERS)
     j = block_at(0, blocks) * BLOCK_N
     p_MN, unused_M, row_max_M, row_sum_MT = _softmax(s_MN, no_max_M, scale_log2e, cap, lo_M, hi_M, j, ANY_MASKED)
     p_MN = as_operand(rounded(p_MN, q_MD.dtype), zeros(BLOCK_DV), q_MD.dtype)
-    count = 0
-    for n in range(begin, end):
+    n, count = 0, 0
+    while more:
         state = (zeros(BLOCK_DV), p_MN, row_max_M, row_sum_MT, count)
         if ANY_MASKED:
             state = _attend(
-                state, n - begin, rings, lo_M, hi_M, blocks, scale_log2e, cap,
+                state, n, rings, blocks, lo_M, hi_M, scale_log2e, cap,
                 True, CONSUMER, CONSUMERS, BLOCK_N, PING_PONG,
             )  # fmt: skip
-        # Behind the last tile these mean nothing.
-        more = n + 1 < end
-        next_b, next_h, next_first, next_blocks = tile_at(
-            table_ptr, tl.minimum(n + 1, end - 1), num_q_heads, mask, CONSUMERS * ROWS, BLOCK_N
-        )
         acc_MD, p_MN, row_max_M, row_sum_MT, count = _attend(
-            state, n - begin, rings, lo_M, hi_M, blocks, scale_log2e, cap,
+            state, n, rings, blocks, lo_M, hi_M, scale_log2e, cap,
             False, CONSUMER, CONSUMERS, BLOCK_N, PING_PONG,
         )  # fmt: skip
-        release(q_ring, n - begin, CONSUMERS)
+        release(q_ring, n, CONSUMERS)
 
-        # The last product of this tile beside the first scores of the next.
+        # The last product of this tile beside the first scores of the next, which mean nothing behind the last.
+        q_MD = wait_for(q_ring, n + 1, CONSUMER)
+        more, next_b, next_h, next_first, next_blocks = _tile(messages, n + 1)
         lo_M, hi_M = key_bounds(next_first + i_M, next_b, *mask)
-        q_MD = wait_for(q_ring, n + 1 - begin, CONSUMER, needed=more)
         s_MN, acc_MD = _scores_and_output(
             q_MD, rings, count, more, acc_MD, p_MN, CONSUMER, CONSUMERS, BLOCK_N, PING_PONG
         )
@@ -203,6 +246,7 @@ def _compute(
         next_p_MN, unused_M, next_max_M, next_sum_MT = _softmax(
             s_MN, no_max_M, scale_log2e, cap, lo_M, hi_M, j, ANY_MASKED
         )
+        exists, b, h, first, unused_blocks = _tile(messages, n)
         row_sum_M = gl.convert_layout(gl.sum(row_sum_MT, 1), S_ROWS)
         factor_M, lse_M = softmax_finish(row_max_M, row_sum_M, scale_log2e)
         tile_lse_ptr = lse_ptr + (b * num_q_heads + h).to(gl.int64) * q_len + first
@@ -220,33 +264,36 @@ def _compute(
         tma.async_copy_shared_to_global(out, [b, h, first + CONSUMER * ROWS, 0], out_buffer)
         p_MN = as_operand(rounded(next_p_MN, q_MD.dtype), acc_MD, q_MD.dtype)
         row_max_M, row_sum_MT = next_max_M, next_sum_MT
-        b, h, first, blocks = next_b, next_h, next_first, next_blocks
+        blocks = next_blocks
+        n += 1
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=VARYING)
+@gluon.jit(do_not_specialize=(*VARYING, "all_heads"))
 def _fwd_kernel(
-    q, k, v, out, lse_ptr, table_ptr, scale_log2e, cap, q_len, kv_len, num_q_heads, group_size, left, right, bounds,
-    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, NAMED: gl.constexpr, PING_PONG: gl.constexpr,
+    q, k, v, out, lse_ptr, order_ptr, scale_log2e, cap, q_len, kv_len, all_heads, num_q_heads, group_size, left, right,
+    bounds,
+    BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, NAMED: gl.constexpr, PING_PONG: gl.constexpr,
     REGISTERS: gl.constexpr, ANY_MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Writes out and lse. Grid (programs,), each with the tiles that the table says."""
-    q_ring = make_ring(q, SLOTS, CONSUMERS, CONSUMERS, FIRST_BARRIER if NAMED else None)
-    k_ring = make_ring(k, SLOTS, 1, CONSUMERS, FIRST_BARRIER + SLOTS if NAMED else None)
-    v_ring = make_ring(v, SLOTS, 1, CONSUMERS, FIRST_BARRIER + 2 * SLOTS if NAMED else None)
+    """Writes out and lse. Grid (programs,), which share the tiles in the order of the table or the counter."""
+    q_ring = make_ring(q, Q_SLOTS, CONSUMERS, CONSUMERS, None)
+    k_ring = make_ring(k, SLOTS, 1, CONSUMERS, FIRST_RING if NAMED else None)
+    v_ring = make_ring(v, SLOTS, 1, CONSUMERS, FIRST_RING + SLOTS if NAMED else None)
     rings = (q_ring, k_ring, v_ring)
+    messages = room_for_messages(Q_SLOTS)
     out_buffers = tiles_of(out, CONSUMERS)
     fence_async_shared()
     mask = (q_len, kv_len, left, right, bounds)
-    problem = (table_ptr, num_q_heads, group_size, mask, scale_log2e, cap)
+    problem = (order_ptr, (all_heads, num_q_heads), group_size, mask, scale_log2e, cap)
     inputs = (q, k, v)
     outputs = (out, out_buffers, lse_ptr)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_compute, (problem, rings, outputs, 0, CONSUMERS, BLOCK_N, ANY_MASKED, PING_PONG)),
-                (_compute, (problem, rings, outputs, 1, CONSUMERS, BLOCK_N, ANY_MASKED, PING_PONG)),
-                (_load, (problem, rings, inputs, CONSUMERS, BLOCK_N)),
+                (_compute, (problem, rings, messages, outputs, 0, CONSUMERS, BLOCK_N, ANY_MASKED, PING_PONG)),
+                (_compute, (problem, rings, messages, outputs, 1, CONSUMERS, BLOCK_N, ANY_MASKED, PING_PONG)),
+                (_load, (problem, rings, messages, inputs, CONSUMERS, BLOCK_N)),
             ],
             [4, 1],
             REGISTERS,
@@ -254,10 +301,10 @@ def _fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_compute, (problem, rings, outputs, 0, CONSUMERS, BLOCK_N, ANY_MASKED, PING_PONG)),
-                (_compute, (problem, rings, outputs, 1, CONSUMERS, BLOCK_N, ANY_MASKED, PING_PONG)),
-                (_compute, (problem, rings, outputs, 2, CONSUMERS, BLOCK_N, ANY_MASKED, PING_PONG)),
-                (_load, (problem, rings, inputs, CONSUMERS, BLOCK_N)),
+                (_compute, (problem, rings, messages, outputs, 0, CONSUMERS, BLOCK_N, ANY_MASKED, PING_PONG)),
+                (_compute, (problem, rings, messages, outputs, 1, CONSUMERS, BLOCK_N, ANY_MASKED, PING_PONG)),
+                (_compute, (problem, rings, messages, outputs, 2, CONSUMERS, BLOCK_N, ANY_MASKED, PING_PONG)),
+                (_load, (problem, rings, messages, inputs, CONSUMERS, BLOCK_N)),
             ],
             [4, 4, 1],
             REGISTERS,
@@ -265,11 +312,11 @@ def _fwd_kernel(
 
 
 class Plan(NamedTuple):
-    """What the shapes of a call decide."""
+    """What the shapes of a call decide. No tiles where the mask comes as bounds, for a counter decides then."""
 
     launch: Launch
     num_programs: int
-    tiles: Tensor
+    tiles: Tensor | None
     any_masked: bool
 
 
@@ -278,20 +325,20 @@ class Plan(NamedTuple):
 # pay for that each time.
 @functools.cache
 def _plan(
-    intervals: Intervals, batch: int, q_len: int, kv_len: int, num_q_heads: int, num_kv_heads: int, head_dim: int,
-    v_head_dim: int, element_size: int, device: torch.device,
+    intervals: Intervals | None, batch: int, q_len: int, kv_len: int, num_q_heads: int, num_kv_heads: int,
+    head_dim: int, v_head_dim: int, element_size: int, device: torch.device,
 ) -> Plan:  # fmt: skip
     """The plan of a call whose mask is `intervals`, or comes as bounds where that is None."""
     launch = launch_of(max(head_dim, v_head_dim), intervals, q_len, kv_len)
     heads = batch * num_q_heads
     num_programs = min(num_sms(device), heads * triton.cdiv(q_len, launch.BLOCK_M))
+    if intervals is None:
+        return Plan(launch, num_programs, None, any_masked=True)
     heads_in_section = section(kv_len * (head_dim + v_head_dim) * element_size, num_q_heads // num_kv_heads)
     tiles = table(
-        intervals or Intervals.full(), q_len, kv_len, heads, heads_in_section, launch.BLOCK_M, launch.BLOCK_N,
-        num_programs, device,
-    )  # fmt: skip
-    any_part_hidden = intervals is None or any_masked(intervals, q_len, kv_len, launch.BLOCK_N)
-    return Plan(launch, num_programs, tiles, any_part_hidden)
+        intervals, q_len, kv_len, heads, heads_in_section, launch.BLOCK_M, launch.BLOCK_N, num_programs, device
+    )
+    return Plan(launch, num_programs, tiles, any_masked(intervals, q_len, kv_len, launch.BLOCK_N))
 
 
 def forward(
@@ -312,10 +359,12 @@ def forward(
         intervals if intervals.bounds is None else None, batch, q_len, kv_len, num_q_heads, num_kv_heads, head_dim,
         v_head_dim, q.element_size(), q.device,
     )  # fmt: skip
+    order = q.new_zeros(1, dtype=torch.int32) if plan.tiles is None else plan.tiles
     _fwd_kernel[(plan.num_programs,)](
         view(q, ROWS.value), view(k, plan.launch.BLOCK_N), view(v, plan.launch.BLOCK_N), view(out, ROWS.value),
-        lse, plan.tiles, **score_units(scale, softcap),
-        q_len=q_len, kv_len=kv_len, num_q_heads=num_q_heads, group_size=num_q_heads // num_kv_heads,
+        lse, order, **score_units(scale, softcap),
+        q_len=q_len, kv_len=kv_len, all_heads=batch * num_q_heads, num_q_heads=num_q_heads,
+        group_size=num_q_heads // num_kv_heads,
         **mask_arguments(intervals, q_len, kv_len), ANY_MASKED=plan.any_masked, **vars(plan.launch), num_warps=4,
     )  # fmt: skip
     return out, lse

@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..intervals import Intervals
-from ..limits import FLASH_HOPPER_HEAD_DIMS
 from ..views import padded_head_dim, shape_and_strides_BHSD
 
 # Queries of a tile that one warpgroup computes.
@@ -23,13 +22,14 @@ _GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.f
 class Launch:
     """How to launch the forward, under the kernel's argument names.
 
-    CONSUMERS warpgroups compute 64 queries each. NAMED says that they release tiles at named barriers, PING_PONG that
-    they issue products in turn. REGISTERS are those of a thread of each partition behind the first, which gets what is
-    left of `maxnreg` for all.
+    CONSUMERS warpgroups compute 64 queries each. SLOTS are those of the rings of K and V, 2 or 4; NAMED says that these
+    are released at named barriers, PING_PONG that products are issued in turn. REGISTERS are those of a thread of each
+    partition behind the first, which gets what is left of `maxnreg` for all.
     """
 
     BLOCK_N: int
     CONSUMERS: int
+    SLOTS: int
     NAMED: bool
     PING_PONG: bool
     REGISTERS: tuple[int, ...]
@@ -40,15 +40,15 @@ class Launch:
         return self.CONSUMERS * ROWS.value
 
 
-TWO_WARPGROUPS = Launch(128, 2, NAMED=True, PING_PONG=True, REGISTERS=(232, 40), maxnreg=168)
-THREE_WARPGROUPS = Launch(128, 3, NAMED=True, PING_PONG=True, REGISTERS=(160, 160, 32), maxnreg=128)
-
 # largest head dimension of a row -> how to launch
-FORWARD = dict(zip(FLASH_HOPPER_HEAD_DIMS, (THREE_WARPGROUPS, TWO_WARPGROUPS), strict=True))
+FORWARD = {
+    64: Launch(128, 3, SLOTS=4, NAMED=True, PING_PONG=True, REGISTERS=(160, 160, 32), maxnreg=128),
+    128: Launch(128, 2, SLOTS=2, NAMED=True, PING_PONG=True, REGISTERS=(232, 40), maxnreg=168),
+}
 
 # As above, where a mask leaves few keys to a query, for which 192 rows are a tile too coarse: H200, causal, 2k, 9 %
 # faster; at 8k 6 % slower.
-FEW_KEYS = {64: TWO_WARPGROUPS}
+FEW_KEYS = {64: Launch(128, 2, SLOTS=4, NAMED=True, PING_PONG=True, REGISTERS=(232, 40), maxnreg=168)}
 MOST_OF_FEW = 2048
 
 

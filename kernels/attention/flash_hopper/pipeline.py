@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 FIRST_BARRIER: gl.constexpr = gl.constexpr(5)
 # Threads.
 WARPGROUP: gl.constexpr = gl.constexpr(128)
+# Numbers that a message has room for.
+MESSAGE: gl.constexpr = gl.constexpr(8)
 
 
 @gluon.jit
@@ -29,6 +31,16 @@ def tiles_of(desc, COUNT: gl.constexpr):
 def numbers_of(desc, SLOTS: gl.constexpr):
     """Shared memory for so many blocks of a descriptor of numbers, one a row: what lands beside a ring's tiles."""
     return gl.allocate_shared_memory(desc.dtype, [SLOTS, desc.block_shape[0]], desc.layout)
+
+
+@gluon.jit
+def room_for_messages(SLOTS: gl.constexpr):
+    """Shared memory for messages of integers beside the uses of a ring of so many slots.
+
+    Twice as many, so that the one of use n stays until use n + SLOTS is released, after use n + 1 is over.
+    """
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(gl.int32, [2 * SLOTS, MESSAGE], LAYOUT)
 
 
 @gluon.jit
@@ -54,8 +66,8 @@ def _slot_and_phase(n, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def acquire(ring, n, NBYTES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """The loading warp: waits until use n may have its slot, in which so many bytes will land; returns the slot."""
+def acquire(ring, n, CONSUMERS: gl.constexpr):
+    """The loading warp: waits until use n may have its slot, and returns the slot."""
     buffers, landed, free = ring
     SLOTS: gl.constexpr = landed.shape[0]
     slot, phase = _slot_and_phase(n, SLOTS)
@@ -63,17 +75,39 @@ def acquire(ring, n, NBYTES: gl.constexpr, CONSUMERS: gl.constexpr):
         mbarrier.wait(free.index(slot), phase ^ 1)
     elif n >= SLOTS:
         _sync(free + slot, CONSUMERS * WARPGROUP + WARPGROUP // 4)
-    mbarrier.expect(landed.index(slot), NBYTES)
     return slot
 
 
 @gluon.jit
 def fetch(ring, n, desc, b, h, row, CONSUMERS: gl.constexpr):
     """The loading warp: use n holds the rows from `row` of a head, in as many blocks as a slot has."""
+    slot = acquire(ring, n, CONSUMERS)
+    _copy(ring, slot, desc, b, h, row)
+
+
+@gluon.jit
+def fetch_with_message(ring, messages, n, message, desc, b, h, row, needed, CONSUMERS: gl.constexpr):
+    """As fetch, if it is needed, and in any case with a message of integers beside it: a tuple."""
+    buffers, landed, free = ring
+    slot = acquire(ring, n, CONSUMERS)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([MESSAGE], [32], [1], [0])
+    place = gl.arange(0, MESSAGE, LAYOUT)
+    numbers = gl.zeros([MESSAGE], gl.int32, LAYOUT)
+    for i in gl.static_range(len(message)):
+        numbers = gl.where(place == i, message[i], numbers)
+    messages.index(n % messages.shape[0]).store(numbers)
+    if needed:
+        _copy(ring, slot, desc, b, h, row)
+    else:
+        mbarrier.arrive(landed.index(slot))
+
+
+@gluon.jit
+def _copy(ring, slot, desc, b, h, row):
     buffers, landed, free = ring
     COPIES: gl.constexpr = buffers.shape[0] // landed.shape[0]
     ROWS: gl.constexpr = desc.block_shape[2]
-    slot = acquire(ring, n, COPIES * desc.block_type.nbytes, CONSUMERS)
+    mbarrier.expect(landed.index(slot), COPIES * desc.block_type.nbytes)
     for copy in gl.static_range(COPIES):
         buffer = buffers.index(slot * COPIES + copy)
         tma.async_copy_global_to_shared(desc, [b, h, row + copy * ROWS, 0], landed.index(slot), buffer)
@@ -83,7 +117,8 @@ def fetch(ring, n, desc, b, h, row, CONSUMERS: gl.constexpr):
 def fetch_with_numbers(ring, numbers, n, desc, numbers_desc, b, h, row, place, CONSUMERS: gl.constexpr):
     """As fetch, one block to a slot, and beside it a number for each of its rows, in `numbers_desc` from `place` on."""
     buffers, landed, free = ring
-    slot = acquire(ring, n, desc.block_type.nbytes + numbers_desc.block_type.nbytes, CONSUMERS)
+    slot = acquire(ring, n, CONSUMERS)
+    mbarrier.expect(landed.index(slot), desc.block_type.nbytes + numbers_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(desc, [b, h, row, 0], landed.index(slot), buffers.index(slot))
     tma.async_copy_global_to_shared(numbers_desc, [place], landed.index(slot), numbers.index(slot))
 
@@ -149,6 +184,18 @@ def numbers_at(ring, numbers, n, LAYOUT: gl.constexpr):
     """A computing warpgroup, after it has waited for use n: the numbers that landed beside its tile."""
     buffers, landed, free = ring
     return numbers.index(n % landed.shape[0]).load(LAYOUT)
+
+
+@gluon.jit
+def message_at(messages, n):
+    """A computing warpgroup, after it has waited for use n: the integers of its message, all that there is room for."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([MESSAGE], [32], [WARPGROUP // 32], [0])
+    place = gl.arange(0, MESSAGE, LAYOUT)
+    numbers = messages.index(n % messages.shape[0]).load(LAYOUT)
+    message = ()
+    for i in gl.static_range(MESSAGE):
+        message = message + (gl.sum(gl.where(place == i, numbers, 0), 0),)
+    return message
 
 
 @gluon.jit

@@ -1,8 +1,9 @@
 """Which program computes which tiles of queries, and which blocks of keys a tile visits, in order.
 
-The grid is persistent: as many programs as the GPU has SMs, each with a list of tiles from a table made on the host.
-Where tiles differ in cost they are dealt out the costliest first, each to the program with the least to do, within
-sections of heads whose K and V stay in L2 together; where they do not, head by head.
+The grid is persistent: as many programs as the GPU has SMs. Where the host knows what each tile costs, every program
+has a list of tiles from a table made there: dealt out the costliest first, each to the program with the least to do,
+within sections of heads whose K and V stay in L2 together; where tiles are alike, head by head. Where only the device
+knows, since the mask comes as bounds, a program takes the next tile from a counter when it begins with one.
 Source: Graham 1969 (longest processing time first); FlashAttention-3 (arXiv:2407.08608) for the sections.
 """
 
@@ -86,23 +87,33 @@ def table(
 
 
 @gluon.jit
-def tiles_of_program(table_ptr):
-    """The program's tiles are those that `tile_at` gives for begin <= n < end; at least one."""
-    program = gl.program_id(0)
-    return gl.load(table_ptr + program), gl.load(table_ptr + program + 1)
+def query_tile(
+    order_ptr, n, num_heads, mask, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, FIRST: gl.constexpr = False
+):  # fmt: skip
+    """The program's n-th tile: whether there is one, its batch row, head and first query, and the blocks it visits.
 
-
-@gluon.jit
-def tile_at(table_ptr, n, num_q_heads, mask, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Batch row and head of a tile, its first query, and the blocks that it visits; mask is what key_bounds takes."""
-    number = gl.load(table_ptr + gl.num_programs(0) + 1 + n)
+    Every program has a first tile, n = 0, and says so by FIRST. order_ptr is the table or, where the mask comes as
+    bounds, a counter from 0; num_heads are those of all batch rows and of one; mask is what key_bounds takes.
+    """
+    all_heads, num_q_heads = num_heads
     q_len = mask[0]
     num_tiles = gl.cdiv(q_len, BLOCK_M)
+    if mask[4] is None:
+        begin = gl.load(order_ptr + gl.program_id(0)) + n
+        exists = begin < gl.load(order_ptr + gl.program_id(0) + 1)
+        number = gl.load(order_ptr + gl.num_programs(0) + 1 + begin, mask=exists, other=0)
+    else:
+        # The last first, as costlier where the mask hides the future.
+        taken = gl.program_id(0)
+        if not FIRST:
+            taken = gl.num_programs(0) + gl.atomic_add(order_ptr, 1, sem="relaxed")
+        exists = taken < all_heads * num_tiles
+        number = tl.maximum(all_heads * num_tiles - 1 - taken, 0)
     batch_head, first = number // num_tiles, number % num_tiles * BLOCK_M
     b, h = batch_head // num_q_heads, batch_head % num_q_heads
     last = tl.minimum(first + BLOCK_M, q_len) - 1
     blocks = block_ranges(*key_bounds(first, b, *mask), *key_bounds(last, b, *mask), BLOCK_N)
-    return b, h, first, blocks
+    return exists, b, h, first, blocks
 
 
 @gluon.jit
