@@ -44,6 +44,8 @@ INVOCATION = ("output", "resume", "run", "runs", "checkpoint")
 class AttentionConfig:
     variant: str
     """A name of `flashtrain.kernels.attention.NAMES`; auto is the fastest that can do it, and is said."""
+    deterministic: bool
+    """Whether output and gradients have the same bits every run; what cannot promise that is refused."""
 
 
 @dataclass

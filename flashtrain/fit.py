@@ -269,8 +269,8 @@ def _summary(config: Config, made: Assembly, corpus: Corpus, shape: StepShape, s
     return "\n".join(
         [
             f"data: {corpus.summary()}",
-            f"model: {config.model.name}, {made.model.num_parameters():,} parameters; attention {made.variant}; "
-            f"{made.device}",
+            f"model: {config.model.name}, {made.model.num_parameters():,} parameters; attention {made.variant}"
+            f"{', deterministic' * config.attention.deterministic}; {made.device}",
             f"step: {train.tokens_per_step:,} tokens = {shape.rows} rows of {train.sequence_length:,}"
             f"{' with documents apart' * config.data.isolate_documents}, "
             f"{shape.micro_batches} micro-batches of {shape.micro_batch_rows}"

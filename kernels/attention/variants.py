@@ -20,7 +20,7 @@ from .standard import out_alone, standard
 
 log = logging.getLogger(__name__)
 
-Attend = Callable[[Tensor, Tensor, Tensor, Intervals, float, float], tuple[Tensor, Tensor | None]]
+Attend = Callable[[Tensor, Tensor, Tensor, Intervals, float, float, bool], tuple[Tensor, Tensor | None]]
 
 
 class Unsupported(ValueError):
@@ -30,9 +30,9 @@ class Unsupported(ValueError):
 @dataclass(frozen=True)
 class Variant:
     """What it is, in words, for the table of what each supports; `unsupported(spec)` is why not, or None;
-    `attend(q, k, v, intervals, scale, softcap)` is (out, lse or None); `attend_alone`, where there is one, is
-    (out, None) for less, and called where nobody asks for the lse; `wrong(spec)`, where there is one, tries the variant
-    on the GPU here: None, or what keeps "auto" from it, as the end of a sentence that begins with its name."""
+    `attend(q, k, v, intervals, scale, softcap, deterministic)` is (out, lse or None); `attend_alone`, where there is
+    one, is (out, None) for less, and called where nobody asks for the lse; `wrong(spec)`, where there is one, tries the
+    variant on the GPU here: None, or what keeps "auto" from it, as the end of a sentence that begins with its name."""
 
     description: str
     unsupported: Callable[[AttentionSpec], str | None]
