@@ -44,15 +44,16 @@ class Variant:
 def _flash_hopper_wrong(spec: AttentionSpec) -> str | None:
     head_dim = max(spec.head_dim, spec.v_head_dim)
     # Compared, not computed with: a traced head dimension may be symbolic, and what a constant is asked for may not.
-    return _trial_of_flash_hopper(next(limit for limit in limits.FLASH_HOPPER_HEAD_DIMS if head_dim <= limit))
+    limit = next(limit for limit in limits.FLASH_HOPPER_HEAD_DIMS if head_dim <= limit)
+    return _trial_of_flash_hopper(limit, spec.needs_grad and not spec.deterministic)
 
 
 # A constant for the graph: torch.compile traces none of the trial, whose verdict does not change.
 @torch.compiler.assume_constant_result
-def _trial_of_flash_hopper(head_dim: int) -> str | None:
+def _trial_of_flash_hopper(head_dim: int, needs_backward: bool) -> str | None:
     from .flash_hopper.toolchain import wrong
 
-    return wrong(head_dim)
+    return wrong(head_dim, needs_backward)
 
 
 VARIANTS = {

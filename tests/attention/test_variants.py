@@ -275,8 +275,8 @@ def test_a_trial_is_no_part_of_a_compiled_call(dynamic, monkeypatch):
     tried = []
 
     @torch.compiler.assume_constant_result
-    def trial(head_dim):
-        tried.append(head_dim)
+    def trial(head_dim, needs_backward):
+        tried.append((head_dim, needs_backward))
         return None if torch.arange(3).sum().item() == 3 else "counts wrong"
 
     torch._dynamo.reset()
@@ -287,7 +287,8 @@ def test_a_trial_is_no_part_of_a_compiled_call(dynamic, monkeypatch):
     for head_dim in (16, 32, 72, 128):
         inputs = make_qkv(1, 4, 4, 2, 2, head_dim)
         torch.testing.assert_close(compiled(*inputs, Intervals.causal()), attention(*inputs, Intervals.causal()))
-    assert set(tried) == {64, 128}
+    compiled(*(x.requires_grad_() for x in inputs), Intervals.causal())
+    assert set(tried) == {(64, False), (128, False), (128, True)}
 
 
 def test_auto_refuses_what_no_variant_serves():
