@@ -22,8 +22,8 @@ def wrong(head_dim: int, needs_backward: bool) -> str | None:
     """Why "auto" must not take flash_hopper in this process, as the end of a sentence that begins with its name.
 
     Tries the forward, and the backward where that is needed, on the current device when first asked there about one of
-    FLASH_HOPPER_HEAD_DIMS: some twenty seconds each where kernels are not compiled yet. None where all is right, and on
-    a device that it does not run on.
+    FLASH_HOPPER_HEAD_DIMS: some twenty seconds where the forward's kernels are not compiled yet, and six for the
+    backward's. None where all is right, and on a device that it does not run on.
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return None
