@@ -59,9 +59,16 @@ def assemble(config: Config, *, trains: bool) -> Assembly:
         pieces=[(piece, length) for length in fed if length > (piece or length)],
         packed_length=config.train.sequence_length if trains and config.data.isolate_documents else None,
         trains=trains,
+        deterministic=config.attention.deterministic,
     )
     torch.manual_seed(config.seed)
-    model = build_model(options, variant, device, config.trainer.activation_checkpointing)
+    model = build_model(
+        options,
+        variant,
+        device,
+        config.trainer.activation_checkpointing,
+        deterministic=config.attention.deterministic,
+    )
     return Assembly(device, tokenizer, variant, model)
 
 
@@ -109,6 +116,7 @@ def choose_attention(
     packed_length: int | None,
     trains: bool,
     pieces: Sequence[tuple[int, int]] = (),
+    deterministic: bool = False,
 ) -> str:
     """The variant for rows of each of `lengths` in every layer, and for rows of documents of `packed_length`.
 
@@ -129,6 +137,7 @@ def choose_attention(
             intervals=intervals,
             softcap=_softcap(model),
             needs_grad=trains,
+            deterministic=deterministic,
         )
         for q_len, kv_len, intervals in _calls(model, sorted(lengths, reverse=True), packed_length, pieces)
     ]
@@ -161,9 +170,16 @@ def _softcap(model: ModelOptions) -> float:
     return model.attention_softcap or 0.0
 
 
-def build_model(options: ModelOptions, variant: str, device: Device, activation_checkpointing: str) -> GPT:
-    """The model on its device, weights drawn from the global generator, attention bound to variant and softcap."""
-    bound = functools.partial(attention, variant=variant, softcap=_softcap(options))
+def build_model(
+    options: ModelOptions,
+    variant: str,
+    device: Device,
+    activation_checkpointing: str,
+    *,
+    deterministic: bool = False,
+) -> GPT:
+    """The model on its device, weights drawn from the global generator, its attention bound to what calls share."""
+    bound = functools.partial(attention, variant=variant, softcap=_softcap(options), deterministic=deterministic)
     model = GPT(options, bound, activation_checkpointing).to(device.type, device.precision.weights)
     if device.compile:
         torch.compiler.reset()  # a sweep's earlier jobs would count towards the limit of recompilations

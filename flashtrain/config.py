@@ -44,6 +44,8 @@ INVOCATION = ("output", "resume", "run", "runs", "checkpoint")
 class AttentionConfig:
     variant: str
     """A name of `flashtrain.kernels.attention.NAMES`; auto is the fastest that can do it, and is said."""
+    deterministic: bool
+    """Whether output and gradients have the same bits every run; what cannot promise that is refused."""
 
 
 @dataclass
@@ -84,6 +86,8 @@ class TrainConfig:
     """Optimizer steps between saves of the last checkpoint."""
     keep_last: int
     """How many of these are kept beside it, with names by step; 0: only the last, and the best."""
+    milestone_every: int | None
+    """Optimizer steps between weights that are kept for ever, without what resuming takes; null: none."""
     log_every: int
     """Optimizer steps between logged rows."""
     pretrained_length: int | None = None
@@ -168,7 +172,7 @@ class Config:
     runs: list[str] | None
     """Folders of evaluations to compare, or of runs, each for its newest evaluation."""
     checkpoint: str
-    """Which weights of that run: last, or best, the ones with the lowest validation loss."""
+    """Which weights of that run: last, best (of the lowest validation loss), or the number of a step that are kept."""
 
 
 # Groups whose choices have fields of their own -> the field that names the choice, and the dataclass of each name.
@@ -429,8 +433,9 @@ def _invocation(config: Config) -> list[str]:
         problems.append(f"seed is {config.seed}; it must be at least 0 and below {MOST_SEEDS}")
     if config.runs is not None:
         problems += once_each("runs", config.runs)
-    if config.checkpoint not in runs.CHECKPOINTS:
-        problems.append(f"checkpoint is {config.checkpoint}; allowed are {' and '.join(runs.CHECKPOINTS)}")
+    if config.checkpoint not in runs.CHECKPOINTS and not config.checkpoint.isdecimal():
+        allowed = ", ".join(runs.CHECKPOINTS)
+        problems.append(f"checkpoint is {config.checkpoint}; allowed are {allowed} and the number of a step")
     return problems
 
 

@@ -32,7 +32,7 @@ from flashtrain.model.gpt import GPT
 from flashtrain.model.head import summed_cross_entropy, token_nll
 from flashtrain.performance.flops import flops_per_token, peak_flops, visible_keys
 from flashtrain.ranks import Ranks
-from flashtrain.training.checkpoint import load_weights, read_checkpoint
+from flashtrain.training.checkpoint import load_weights, step_to_resume
 from flashtrain.training.loggers import build_loggers, require_wandb
 from flashtrain.training.memory import MicroBatch, StepMemory, predict_peak
 from flashtrain.training.meter import SpeedMeter, peak_memory_gib
@@ -68,7 +68,7 @@ def run(config: Config) -> None:
     if checkpoint is not None and (finished := _finished(config)):
         _say(console, f"{finished} has taken all its steps; evaluate it with run={finished}")
         return
-    step = 0 if checkpoint is None else read_checkpoint(checkpoint)["global_step"]
+    step = 0 if checkpoint is None else step_to_resume(checkpoint)
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()  # those of a sweep's earlier jobs
     made = assemble(config, trains=True)
@@ -192,6 +192,7 @@ def _trainer(
         validate_every=train.validate_every,
         checkpoint_every=train.checkpoint_every,
         keep_last=train.keep_last,
+        milestone_every=train.milestone_every,
         log_every=train.log_every,
         checkpoint_folder=folder / runs.CHECKPOINT_FOLDER,
         loggers=build_loggers(logs, **vars(config.logger), **named) if first else [],
@@ -269,8 +270,8 @@ def _summary(config: Config, made: Assembly, corpus: Corpus, shape: StepShape, s
     return "\n".join(
         [
             f"data: {corpus.summary()}",
-            f"model: {config.model.name}, {made.model.num_parameters():,} parameters; attention {made.variant}; "
-            f"{made.device}",
+            f"model: {config.model.name}, {made.model.num_parameters():,} parameters; attention {made.variant}"
+            f"{', deterministic' * config.attention.deterministic}; {made.device}",
             f"step: {train.tokens_per_step:,} tokens = {shape.rows} rows of {train.sequence_length:,}"
             f"{' with documents apart' * config.data.isolate_documents}, "
             f"{shape.micro_batches} micro-batches of {shape.micro_batch_rows}"

@@ -1,7 +1,7 @@
 """The folder of a run: where each thing lies, and what is recorded so that its numbers can be traced.
 
-    config.yaml  provenance.json  result.json  sample.txt  checkpoints/{last,best,step-N}.ckpt  logs/  evaluation/
-    faults/step-N.pt
+    config.yaml  provenance.json  result.json  sample.txt  checkpoints/{last,best,step-N,milestone-N}.ckpt  logs/
+    evaluation/  faults/step-N.pt
 
 A run that was converted from a checkpoint of Hugging Face's format has its tokenizer.json, too.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from flashtrain.errors import UserError
-from flashtrain.training.checkpoint import BEST, LAST, PARTIAL, newest_checkpoint
+from flashtrain.training.checkpoint import BEST, LAST, PARTIAL, milestones, newest_checkpoint, step_checkpoints
 
 CONFIG_FILE = "config.yaml"
 PROVENANCE_FILE = "provenance.json"
@@ -139,8 +139,18 @@ def require_new_file(path: str) -> None:
 
 
 def checkpoint(folder: Path, name: str) -> Path:
-    """The path of a run's checkpoint, one of `CHECKPOINTS`."""
-    return folder / CHECKPOINT_FOLDER / CHECKPOINTS[name]
+    """The path of a run's checkpoint: one of `CHECKPOINTS`, or the number of a step.
+
+    Raises UserError where nothing is kept of that step.
+    """
+    checkpoints = folder / CHECKPOINT_FOLDER
+    if name in CHECKPOINTS:
+        return checkpoints / CHECKPOINTS[name]
+    kept = dict(sorted((step_checkpoints(checkpoints) | milestones(checkpoints)).items()))
+    if int(name) not in kept:
+        others = ", ".join(map(str, [*CHECKPOINTS, *kept]))
+        raise UserError(f"{folder} has no weights of step {name}; say checkpoint= with one of {others}")
+    return kept[int(name)]
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -22,9 +22,10 @@ class Flash:
     dtype: torch.dtype
     most_head_dim: int
 
-    def __call__(self, q, k, v, intervals=CAUSAL, scale=None, softcap=0.0):
+    def __call__(self, q, k, v, intervals=CAUSAL, scale=None, softcap=0.0, deterministic=False):
         attend = getattr(ops, self.name)
-        return attend(q, k, v, intervals, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return attend(q, k, v, intervals, scale, softcap, deterministic)
 
     def qkv(self, *shape, **options):
         defaults = {"dtype": self.dtype, "device": "cuda" if torch.cuda.is_available() else "cpu"}

@@ -24,6 +24,17 @@ def chosen(variant="auto", lengths=(128, 256), packed_length=None, pieces=(), **
     )
 
 
+def test_deterministic_attention_is_asked_for_and_bound():
+    gpu = Device("cuda", PRECISIONS["fp32"], compile=False)
+    asked = {"packed_length": None, "trains": True}
+    assert choose_attention("standard", options(), gpu, [128], **asked) == "standard"
+    with pytest.raises(Unsupported, match="standard is deterministic with CUBLAS_WORKSPACE_CONFIG"):
+        choose_attention("standard", options(), gpu, [128], **asked, deterministic=True)
+    for deterministic in (False, True):
+        model = build_model(options(), "standard", CPU, "none", deterministic=deterministic)
+        assert all(block.attention.attention.keywords["deterministic"] is deterministic for block in model.blocks)
+
+
 def test_auto_serves_every_mask_and_length_that_is_asked_for():
     assert chosen() == "sdpa_flash"
     assert chosen(windows=[None, 64]) == "sdpa_math"

@@ -110,6 +110,7 @@ def test_an_unknown_key_is_answered_with_the_nearest(mistake, settings, group):
         (["resume=auto"], "resume=auto is for a run whose folder is given: say output=DIR too; a folder of that name"),
         (["resume=a/checkpoints/last.ckpt"], "a is not the folder of a run: it has no config.yaml"),
         (["train.keep_last=-1"], "train.keep_last is -1; it must be at least 0"),
+        (["train.milestone_every=0"], "train.milestone_every is 0; it must be at least 1"),
         (["run=nowhere"], "nowhere is not the folder of a run: it has no config.yaml"),
         (["train.steps=[1"], "train.steps=[1 cannot be read ("),
     ],

@@ -14,7 +14,14 @@ from flashtrain.kernels.attention import attention
 from flashtrain.model.gpt import GPT
 from flashtrain.performance.devices import DEVICES
 
-LENGTHS = {"gpt2_2k": 2**11, "gpt2_8k": 2**13, "gpt2_32k": 2**15, "gpt2_128k": 2**17, "gpt2_1m": 2**20}
+LENGTHS = {
+    "gpt2_2k": 2**11,
+    "gpt2_8k": 2**13,
+    "gpt2_32k": 2**15,
+    "gpt2_64k": 2**16,
+    "gpt2_128k": 2**17,
+    "gpt2_1m": 2**20,
+}
 H200 = Device("cuda", PRECISIONS["bf16"], compile=True)
 
 

@@ -249,6 +249,23 @@ def test_a_run_goes_back_to_one_of_its_checkpoints(tmp_path, capsys, caplog):
     assert sorted(path.name for path in folder.iterdir()) == names
 
 
+def test_milestones_are_named_by_their_step_to_other_commands(tmp_path, capsys):
+    train("output=run", "train.milestone_every=2")
+    generate = "python -m flashtrain.generate run=run checkpoint="
+    texts = []
+    for name in ("2", "4", "last"):
+        run_command(f"{generate}{name}")
+        texts.append(capsys.readouterr().out)
+    assert texts[1] == texts[2] != texts[0]
+    assert runs.checkpoint(tmp_path / "run", "2").name == "milestone-2.ckpt"
+    with pytest.raises(SystemExit, match="run has no weights of step 3; say checkpoint= with one of last, best, 2, 4"):
+        run_command(f"{generate}3")
+    kept = (tmp_path / "run/result.json").read_text()
+    with pytest.raises(SystemExit, match="milestone-2.ckpt has weights alone"):
+        run_command("python train.py resume=run/checkpoints/milestone-2.ckpt")
+    assert (tmp_path / "run/result.json").read_text() == kept
+
+
 def test_a_finished_run_says_so_and_keeps_its_result(tmp_path, capsys):
     train("output=run")
     before = (tmp_path / "run/result.json").read_text()
@@ -296,7 +313,7 @@ def test_evaluate_scores_the_run_as_its_last_step_did(tmp_path):
         (["output=books/0.txt/run"], "books/0.txt/run cannot be written (Not a directory)"),
         (["run=books"], "books is not the folder of a run"),
         (["checkpoint=best"], "checkpoint=best is not for this command, which takes output and resume"),
-        (["checkpoint=first"], "checkpoint is first; allowed are last and best"),
+        (["checkpoint=first"], "checkpoint is first; allowed are last, best and the number of a step"),
         (["optimizer.learning_rate=nan"], "optimizer.learning_rate"),
         (["optimizer.skip_norm=0.5"], "optimizer.skip_norm=0.5 must be above optimizer.clip_norm=1.0, or nothing"),
         (["trainer.precision=int8"], "trainer.precision is int8; allowed are auto, fp32, tf32, bf16, bf16-true, fp16"),

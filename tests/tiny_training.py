@@ -132,6 +132,7 @@ def make_trainer(folder, num_steps: int, *, console: Console | None = None, call
         "validate_every": 10,
         "checkpoint_every": 10,
         "keep_last": 0,
+        "milestone_every": None,
         "log_every": 5,
         "checkpoint_folder": folder / "checkpoints",
         "loggers": [],

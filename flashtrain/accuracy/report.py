@@ -30,6 +30,7 @@ SUPPORT_HEADINGS = {
     "grouped_heads": "GQA",
     "softcap": "softcap",
     "lse": "LSE",
+    "deterministic": "deterministic",
 }
 
 

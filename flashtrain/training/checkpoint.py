@@ -2,7 +2,7 @@
 
 A file has its name only once all of it is on disk, so a crash leaves the one before it. Reading never runs
 code (`weights_only`). `last.ckpt` is to resume from; `step-N.ckpt` are the last states before it, as many as asked
-for; `best.ckpt` has the lowest validation loss.
+for; `best.ckpt` has the lowest validation loss; `milestone-N.ckpt` have weights alone, and stay.
 """
 
 import contextlib
@@ -49,6 +49,21 @@ def read_checkpoint(path: Path | str) -> dict[str, Any]:
     return checkpoint
 
 
+def step_to_resume(path: Path | str) -> int:
+    """Return the step of a checkpoint that training continues from; 0 has weights to start with.
+
+    Raises:
+        UserError: as `read_checkpoint`, or it has weights alone.
+    """
+    checkpoint = read_checkpoint(path)
+    if checkpoint["global_step"] > 0 and "optimizer_states" not in checkpoint:
+        raise UserError(
+            f"{path} has weights alone, to evaluate or to sample from; resume the folder of its run, or one of its "
+            "step-N.ckpt"
+        )
+    return checkpoint["global_step"]
+
+
 def load_weights(model: nn.Module, path: Path | str) -> int:
     """Load the model's weights of a checkpoint in place; return the number of steps they were trained for.
 
@@ -81,7 +96,16 @@ def check_same_model(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]
 
 def step_checkpoints(folder: Path) -> dict[int, Path]:
     """The checkpoints in `folder` that are named by their step, in its order."""
-    named = {path: re.fullmatch(r"step-(\d+)\.ckpt", path.name) for path in folder.glob("*.ckpt")}
+    return _numbered(folder, "step")
+
+
+def milestones(folder: Path) -> dict[int, Path]:
+    """The weights in `folder` that are kept by their step, in its order."""
+    return _numbered(folder, "milestone")
+
+
+def _numbered(folder: Path, name: str) -> dict[int, Path]:
+    named = {path: re.fullmatch(rf"{name}-(\d+)\.ckpt", path.name) for path in folder.glob("*.ckpt")}
     return dict(sorted((int(match[1]), path) for path, match in named.items() if match))
 
 
@@ -165,17 +189,22 @@ def keep_by_step(folder: Path, step: int, count: int) -> None:
 class Checkpoints(Checkpoint):
     """Keeps the last state, every `every` steps and at the end, and that of the lowest validation loss.
 
-    The `keep_last` newest of the last states have names by step too, and stay until a newer one is whole.
+    The `keep_last` newest of the last states have names by step too, and stay until a newer one is whole. The weights
+    of every `milestone_every` steps stay for ever; None for no milestones.
     """
 
-    def __init__(self, folder: Path, every: int, keep_last: int, meter: SpeedMeter) -> None:
+    def __init__(
+        self, folder: Path, every: int, keep_last: int, milestone_every: int | None, meter: SpeedMeter
+    ) -> None:
         self._folder = folder
         self._every = every
         self._keep_last = keep_last
+        self._milestone_every = milestone_every
         self._meter = meter
         self._best_loss = float("inf")
         self._last_step: int | None = None
-        self._said = False
+        self._last_milestone: int | None = None
+        self._said: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
         return {"best_loss": self._best_loss, "meter": self._meter.state_dict()}
@@ -191,6 +220,7 @@ class Checkpoints(Checkpoint):
 
     def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
         # Here the step before is wholly done, its validation included; at the end of its batch it was not.
+        self._save_milestone(trainer)
         if trainer.global_step > 0 and trainer.global_step % self._every == 0:
             self._save_last(trainer)
 
@@ -201,26 +231,37 @@ class Checkpoints(Checkpoint):
             self._save(trainer, BEST)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save_milestone(trainer)
         self._save_last(trainer)
+
+    def _save_milestone(self, trainer: Trainer) -> None:
+        """Before the last state: who resumes from that finds the milestone written."""
+        step = trainer.global_step
+        if self._milestone_every is None or step in (0, self._last_milestone) or step % self._milestone_every:
+            return
+        self._last_milestone = step
+        name = f"milestone-{step}.ckpt"
+        self._save(trainer, name, weights_only=True)
+        if trainer.is_global_zero:
+            self._say_once("milestones", name, f"one every {self._milestone_every} steps")
 
     def _save_last(self, trainer: Trainer) -> None:
         if trainer.global_step != self._last_step:
             self._last_step = trainer.global_step
             self._save(trainer, LAST)
             if trainer.is_global_zero:
-                self._say_their_size()
+                self._say_once("checkpoints", LAST, f"at most {self._keep_last + 2}")
                 if self._keep_last:
                     keep_by_step(self._folder, self._last_step, self._keep_last)
 
-    def _say_their_size(self) -> None:
-        """Once in a process."""
-        if not self._said:
-            self._said = True
-            size = (self._folder / LAST).stat().st_size
-            log.info("checkpoints: %.1f MiB each, at most %d", size / 2**20, self._keep_last + 2)
+    def _say_once(self, what: str, name: str, how_many: str) -> None:
+        """Once in a process, what they take of the disk."""
+        if what not in self._said:
+            self._said.add(what)
+            log.info("%s: %.1f MiB each, %s", what, (self._folder / name).stat().st_size / 2**20, how_many)
 
-    def _save(self, trainer: Trainer, name: str) -> None:
+    def _save(self, trainer: Trainer, name: str, *, weights_only: bool = False) -> None:
         trainer.lightning_module.finish_step()
         self._meter.pause()
-        trainer.save_checkpoint(self._folder / name)
+        trainer.save_checkpoint(self._folder / name, weights_only=weights_only)
         self._meter.resume()

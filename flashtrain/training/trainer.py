@@ -28,6 +28,7 @@ def build_trainer(
     validate_every: int,
     checkpoint_every: int,
     keep_last: int,
+    milestone_every: int | None,
     log_every: int,
     checkpoint_folder: Path,
     loggers: list[Logger],
@@ -43,6 +44,7 @@ def build_trainer(
         device_type: "cpu", or "cuda" for a GPU on each rank.
         validate_every, checkpoint_every, log_every: in optimizer steps; the last step always has all three.
         keep_last: how many checkpoints with names by step are kept beside the last and the best.
+        milestone_every: steps between weights that are kept for ever; None for none.
         flops_per_token: name of an MFU in the logs -> its count of FLOPs; used where `peak_flops`, of all ranks
             together, is known.
         trace: profiles steps; None for no profile.
@@ -71,7 +73,7 @@ def build_trainer(
             UnusualSteps(display),
             StopOnSignal(),
             *([] if trace is None else [trace]),
-            Checkpoints(checkpoint_folder, checkpoint_every, keep_last, meter),
+            Checkpoints(checkpoint_folder, checkpoint_every, keep_last, milestone_every, meter),
         ],
         logger=loggers,
         profiler=DataWait(meter),

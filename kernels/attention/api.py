@@ -23,6 +23,7 @@ def attention(
     variant: str = "auto",
     scale: float | None = None,
     softcap: float = 0.0,
+    deterministic: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale q k^T + mask) v, computed in the dtype of q whether or not autocast is on.
@@ -34,6 +35,9 @@ def attention(
     float32 (float64 for float64), differentiable too. A query that sees no key gives out 0, lse -inf and zero
     gradients. What queries and keys hold must be finite, also where no query looks: 0 times NaN is NaN.
 
+    With `deterministic`, or under `torch.use_deterministic_algorithms(True)` and not its `warn_only`, output and
+    gradients have the same bits every run on the same device and versions.
+
     Raises ValueError (shapes, devices, scale, softcap), TypeError (dtypes), or Unsupported (a ValueError) where
     `variant` does not exist or cannot serve the call: only "auto" chooses, and it logs its choice.
     """
@@ -42,12 +46,15 @@ def attention(
     _check_bounds(q, k, intervals)
     _check_scores(scale, softcap)
     intervals = intervals.at(q.shape[1], k.shape[1])
-    name = resolve(variant, AttentionSpec.of(q, k, v, intervals, softcap=softcap, needs_lse=return_lse))
+    spec = AttentionSpec.of(
+        q, k, v, intervals, softcap=softcap, needs_lse=return_lse, deterministic=deterministic
+    )
+    name = resolve(variant, spec)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     chosen = VARIANTS[name]
     attend = chosen.attend if return_lse or chosen.attend_alone is None else chosen.attend_alone
     with torch.autocast(q.device.type, enabled=False):
-        out, lse = attend(q, k, v, intervals, scale, softcap)
+        out, lse = attend(q, k, v, intervals, scale, softcap, spec.deterministic)
     if not return_lse:
         return out
     assert lse is not None, f"{name} said that it returns the lse"

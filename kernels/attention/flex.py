@@ -23,7 +23,13 @@ MAX_SHAPES = 256
 
 
 def flex(
-    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    intervals: Intervals,
+    scale: float,
+    softcap: float = 0.0,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The kernels, part of the graph that is being compiled or, without one, compiled here for each new shape."""
     if torch.compiler.is_compiling():

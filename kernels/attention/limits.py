@@ -22,7 +22,7 @@ _DOUBLE = (*_SINGLE, torch.float64)
 
 
 def standard(spec: AttentionSpec) -> str | None:
-    return _dtype(spec, _DOUBLE)
+    return _dtype(spec, _DOUBLE) or _deterministic_products(spec)
 
 
 def flash_v1(spec: AttentionSpec) -> str | None:
@@ -52,7 +52,13 @@ def flash_hopper(spec: AttentionSpec) -> str | None:
 
 
 def sdpa_math(spec: AttentionSpec) -> str | None:
-    return _no_lse(spec) or _no_softcap(spec) or _dtype(spec, _DOUBLE) or _dense_mask(spec)
+    return (
+        _no_lse(spec)
+        or _no_softcap(spec)
+        or _dtype(spec, _DOUBLE)
+        or _dense_mask(spec)
+        or _deterministic_products(spec)
+    )
 
 
 def sdpa_efficient(spec: AttentionSpec) -> str | None:
@@ -65,6 +71,7 @@ def sdpa_efficient(spec: AttentionSpec) -> str | None:
         or _rows_of_16_bytes(spec)
         or _lengths(spec, least=1)
         or _dense_mask(spec)
+        or _deterministic_backward(spec)
     )
 
 
@@ -84,6 +91,7 @@ def sdpa_flash(spec: AttentionSpec) -> str | None:
         or _dtype(spec, _HALF)
         or _head_dims(spec, multiple=8, least=8, most=256)
         or _flash_backward(spec)
+        or _deterministic_backward(spec)
     )
 
 
@@ -99,6 +107,7 @@ def sdpa_cudnn(spec: AttentionSpec) -> str | None:
         or _lengths(spec, least=2)
         or _no_dense_mask(spec)
         or _cudnn(spec)
+        or _not_deterministic(spec)
     )
 
 
@@ -111,6 +120,7 @@ def flex(spec: AttentionSpec) -> str | None:
         or _head_dims(spec, multiple=8, least=16, most=256)
         or _flex_tiles(spec)
         or _lengths(spec, least=1)
+        or _deterministic_backward(spec)
     )
 
 
@@ -246,3 +256,21 @@ def _cudnn(spec: AttentionSpec) -> str | None:
     if spec.cudnn_version < 91501 and (spec.q_len % 128 != 0 or spec.kv_len % 128 != 0):
         return f"needs cuDNN 9.15.1 for lengths that are no multiples of 128, and this is {spec.cudnn_version}"
     return None
+
+
+def _deterministic_products(spec: AttentionSpec) -> str | None:
+    if not spec.deterministic or spec.device_type != "cuda" or spec.fixed_cublas:
+        return None
+    return "is deterministic with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment, and it is not there"
+
+
+def _deterministic_backward(spec: AttentionSpec) -> str | None:
+    # By default gradients are added up in any order or, in flex, in one that is chosen by its time.
+    if not spec.deterministic or not spec.needs_grad or spec.torch_deterministic:
+        return None
+    return "has a deterministic backward under torch.use_deterministic_algorithms(True) alone, which is not on"
+
+
+def _not_deterministic(spec: AttentionSpec) -> str | None:
+    """PyTorch itself takes another kernel where it may run deterministic ones alone."""
+    return "is not deterministic, and that is asked for" if spec.deterministic else None

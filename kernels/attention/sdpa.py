@@ -3,7 +3,8 @@
 The public way, `torch.nn.attention.sdpa_kernel`, flips global flags instead: in a compiled region it keeps
 AOTAutograd from caching (pytorch/pytorch#194007), and where flags alone differ a cached graph can bring a
 kernel that was not asked for (#185449). An operator cannot be mistaken for another, forward or backward,
-eager or compiled. What the operators demand of their inputs is said in limits.py.
+eager or compiled. What the operators demand of their inputs, and of PyTorch's settings for the same bits
+every run, is said in limits.py.
 """
 
 import math
@@ -18,7 +19,13 @@ aten = torch.ops.aten
 
 
 def sdpa_math(
-    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    intervals: Intervals,
+    scale: float,
+    softcap: float = 0.0,
+    deterministic: bool = False,
 ) -> tuple[Tensor, None]:
     """PyTorch's composite of matmul, softmax and matmul (float32 inside for 16-bit inputs)."""
     bias, is_causal = _mask(q, k, intervals)
@@ -29,7 +36,13 @@ def sdpa_math(
 
 
 def sdpa_efficient(
-    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    intervals: Intervals,
+    scale: float,
+    softcap: float = 0.0,
+    deterministic: bool = False,
 ) -> tuple[Tensor, None]:
     """The memory-efficient CUTLASS kernel. It knows no grouped heads, so those of k and v are repeated."""
     group = q.shape[2] // k.shape[2]
@@ -44,7 +57,13 @@ def sdpa_efficient(
 
 
 def sdpa_flash(
-    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    intervals: Intervals,
+    scale: float,
+    softcap: float = 0.0,
+    deterministic: bool = False,
 ) -> tuple[Tensor, None]:
     """FlashAttention-2 on CUDA; PyTorch's own blockwise kernel on CPU."""
     operator = (
@@ -57,7 +76,13 @@ def sdpa_flash(
 
 
 def sdpa_cudnn(
-    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    intervals: Intervals,
+    scale: float,
+    softcap: float = 0.0,
+    deterministic: bool = False,
 ) -> tuple[Tensor, None]:
     """cuDNN's fused attention."""
     out, *_ = aten._scaled_dot_product_cudnn_attention(

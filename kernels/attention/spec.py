@@ -35,7 +35,9 @@ class AttentionSpec:
 
     `sm` is the CUDA compute capability as in sm_90, `cudnn_version` cuDNN's number (91900 is 9.19.0) and `triton`
     the version of Triton (306 is 3.6), None where there is none; `interpreted` says that Triton interprets its
-    kernels (TRITON_INTERPRET=1).
+    kernels (TRITON_INTERPRET=1), `fixed_cublas` that cuBLAS's products have the same bits every run
+    (CUBLAS_WORKSPACE_CONFIG), `torch_deterministic` that PyTorch may run deterministic algorithms alone. With that,
+    or where the call asks for it, output and gradients are `deterministic`: of the same bits every run.
     """
 
     device_type: str
@@ -43,6 +45,8 @@ class AttentionSpec:
     cudnn_version: int | None
     triton: int | None
     interpreted: bool
+    fixed_cublas: bool
+    torch_deterministic: bool
     dtype: torch.dtype
     head_dim: int
     v_head_dim: int
@@ -54,6 +58,7 @@ class AttentionSpec:
     softcap: float
     needs_lse: bool
     needs_grad: bool
+    deterministic: bool
 
     @classmethod
     def on(
@@ -71,16 +76,20 @@ class AttentionSpec:
         softcap: float = 0.0,
         needs_lse: bool = False,
         needs_grad: bool = True,
+        deterministic: bool = False,
     ) -> AttentionSpec:
-        """The spec of a call on `device`, whose architecture and libraries are read here."""
+        """The spec of a call on `device`, whose architecture and libraries are read here, and PyTorch's settings."""
         device = torch.device(device)
-        sm, cudnn_version, interpreted = _device_facts(device)
+        sm, cudnn_version, interpreted, fixed_cublas = _device_facts(device)
+        torch_deterministic = _torch_deterministic()
         return cls(
             device_type=device.type,
             sm=sm,
             cudnn_version=cudnn_version,
             triton=_TRITON,
             interpreted=interpreted,
+            fixed_cublas=fixed_cublas,
+            torch_deterministic=torch_deterministic,
             dtype=dtype,
             head_dim=head_dim,
             v_head_dim=head_dim if v_head_dim is None else v_head_dim,
@@ -92,6 +101,7 @@ class AttentionSpec:
             softcap=softcap,
             needs_lse=needs_lse,
             needs_grad=needs_grad,
+            deterministic=deterministic or torch_deterministic,
         )
 
     @classmethod
@@ -104,6 +114,7 @@ class AttentionSpec:
         *,
         softcap: float = 0.0,
         needs_lse: bool = False,
+        deterministic: bool = False,
     ) -> AttentionSpec:
         """The spec of a call with q (B, Sq, Hq, D), k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv)."""
         return cls.on(
@@ -119,15 +130,23 @@ class AttentionSpec:
             softcap=softcap,
             needs_lse=needs_lse,
             needs_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+            deterministic=deterministic,
         )
 
 
 # A constant for the graph: torch.compile cannot trace these questions, and their answers do not change.
 @torch.compiler.assume_constant_result
-def _device_facts(device: torch.device) -> tuple[int | None, int | None, bool]:
-    """(sm, cudnn_version, interpreted) of a device; no tuples within: torch 2.11 cannot compare those in a graph."""
+def _device_facts(device: torch.device) -> tuple[int | None, int | None, bool, bool]:
+    """(sm, cudnn_version, interpreted, fixed_cublas); no tuples within: torch 2.11 cannot compare those in a graph."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    fixed_cublas = os.environ.get("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8")
     if device.type != "cuda" or not torch.cuda.is_available():
-        return None, None, interpreted
+        return None, None, interpreted, fixed_cublas
     major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor, torch.backends.cudnn.version(), interpreted
+    return 10 * major + minor, torch.backends.cudnn.version(), interpreted, fixed_cublas
+
+
+# Not to be traced either; where the answer changes, torch.compile makes a graph anew.
+@torch.compiler.assume_constant_result
+def _torch_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()

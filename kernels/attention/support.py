@@ -21,6 +21,8 @@ _GPU = AttentionSpec(
     cudnn_version=91900,
     triton=306,
     interpreted=False,
+    fixed_cublas=False,
+    torch_deterministic=False,
     dtype=torch.float16,
     head_dim=64,
     v_head_dim=64,
@@ -32,6 +34,7 @@ _GPU = AttentionSpec(
     softcap=0.0,
     needs_lse=False,
     needs_grad=True,
+    deterministic=False,
 )
 _CPU = replace(_GPU, device_type="cpu", sm=None, cudnn_version=None)
 _INTERPRETER = replace(_CPU, interpreted=True)
@@ -64,6 +67,7 @@ class Support:
     grouped_heads: str
     softcap: str
     lse: str
+    deterministic: str
 
 
 _HEADER = Support(
@@ -78,6 +82,7 @@ _HEADER = Support(
     grouped_heads="grouped heads",
     softcap="softcap",
     lse="LSE",
+    deterministic="deterministic",
 )
 
 
@@ -96,6 +101,7 @@ def support_table() -> tuple[Support, ...]:
             grouped_heads=_by_place(name, _grouped_heads),
             softcap=_by_place(name, _softcap),
             lse=_by_place(name, _lse),
+            deterministic=_by_place(name, _deterministic),
         )
         for name, variant in VARIANTS.items()
     )
@@ -196,6 +202,15 @@ def _softcap(name: str, place: AttentionSpec) -> str:
 
 def _lse(name: str, place: AttentionSpec) -> str:
     return _yes(_serves(name, place, needs_lse=True))
+
+
+def _deterministic(name: str, place: AttentionSpec) -> str:
+    asked = replace(place, deterministic=True)
+    if _serves(name, asked):
+        return "yes"
+    if _serves(name, asked, fixed_cublas=True):
+        return "with cuBLAS set"
+    return "with PyTorch's switch" if _serves(name, asked, torch_deterministic=True) else "no"
 
 
 def _one_document(length: int) -> Tensor:

@@ -20,7 +20,7 @@ from .standard import out_alone, standard
 
 log = logging.getLogger(__name__)
 
-Attend = Callable[[Tensor, Tensor, Tensor, Intervals, float, float], tuple[Tensor, Tensor | None]]
+Attend = Callable[[Tensor, Tensor, Tensor, Intervals, float, float, bool], tuple[Tensor, Tensor | None]]
 
 
 class Unsupported(ValueError):
@@ -30,9 +30,9 @@ class Unsupported(ValueError):
 @dataclass(frozen=True)
 class Variant:
     """What it is, in words, for the table of what each supports; `unsupported(spec)` is why not, or None;
-    `attend(q, k, v, intervals, scale, softcap)` is (out, lse or None); `attend_alone`, where there is one, is
-    (out, None) for less, and called where nobody asks for the lse; `wrong(spec)`, where there is one, tries the variant
-    on the GPU here: None, or what keeps "auto" from it, as the end of a sentence that begins with its name."""
+    `attend(q, k, v, intervals, scale, softcap, deterministic)` is (out, lse or None); `attend_alone`, where there is
+    one, is (out, None) for less, and called where nobody asks for the lse; `wrong(spec)`, where there is one, tries the
+    variant on the GPU here: None, or what keeps "auto" from it, as the end of a sentence that begins with its name."""
 
     description: str
     unsupported: Callable[[AttentionSpec], str | None]
@@ -44,15 +44,16 @@ class Variant:
 def _flash_hopper_wrong(spec: AttentionSpec) -> str | None:
     head_dim = max(spec.head_dim, spec.v_head_dim)
     # Compared, not computed with: a traced head dimension may be symbolic, and what a constant is asked for may not.
-    return _trial_of_flash_hopper(next(limit for limit in limits.FLASH_HOPPER_HEAD_DIMS if head_dim <= limit))
+    limit = next(limit for limit in limits.FLASH_HOPPER_HEAD_DIMS if head_dim <= limit)
+    return _trial_of_flash_hopper(limit, spec.needs_grad and not spec.deterministic)
 
 
 # A constant for the graph: torch.compile traces none of the trial, whose verdict does not change.
 @torch.compiler.assume_constant_result
-def _trial_of_flash_hopper(head_dim: int) -> str | None:
+def _trial_of_flash_hopper(head_dim: int, needs_backward: bool) -> str | None:
     from .flash_hopper.toolchain import wrong
 
-    return wrong(head_dim)
+    return wrong(head_dim, needs_backward)
 
 
 VARIANTS = {

@@ -12,7 +12,8 @@ Where each kind of mistake that attention kernels are known for is tested:
 - Numerics. Here: fp16 gradients that overflow, gradients through the LSE, merging by LSE. In test_parity: exact fp32
   products, grouped heads summed in fp32, the natural logarithm.
 - Autograd and torch.compile. In test_ops: gradients for some inputs or through the LSE alone, second derivatives,
-  opcheck, strides of the fakes, recompiling. Here: determinism, CUDA graphs, a device that is not current.
+  opcheck, strides of the fakes, recompiling. In test_deterministic: the same bits every run. Here: CUDA graphs, a
+  device that is not current.
 - Generated code. In test_compile_only: no atomics but flash_hopper's sum of dQ, spills, shared memory, TMA and WGMMA.
   On the GPU, test_parity.
 - Barriers and warp roles written by hand. In test_flash_hopper: exact integers, and the same bits a thousand times.
@@ -302,28 +303,6 @@ def test_keys_in_two_parts_merge_by_their_lse(flash, intervals, softcap):
     assert_as_accurate_as_standard(merged, inputs, intervals, softcap=softcap, lse_gradient=True)
 
 
-@pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def test_runs_where_only_deterministic_algorithms_may(flash, deterministic):
-    everything(flash, flash.qkv(2, 70, 70, 4, 2, 16))
-
-
-@pytest.mark.gpu
-@each_softcap
-@pytest.mark.parametrize("mask", ["causal", "documents"])
-def test_the_same_bits_every_time(flash, mask, softcap, deterministic):
-    inputs = flash.qkv(2, 1000, 1000, 8, 2, 64, dtype=torch.bfloat16)
-    intervals = CAUSAL if mask == "causal" else CAUSAL.in_documents(documents([400, 600], [1, 999]))
-    first = everything(flash, inputs, intervals, softcap=softcap)
-    for _ in range(5):
-        assert_equal(everything(flash, inputs, intervals, softcap=softcap), first)
-
-
 def test_a_changed_key_changes_only_the_queries_that_see_it(flash):
     q, k, v = flash.qkv(1, 100, 100, 1, 1, 16)
     window = Intervals.window(10, 2)
@@ -359,7 +338,7 @@ def test_offsets_beyond_two_to_the_31(flash, architecture, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_bounds_beyond_two_to_the_31(flash, deterministic):
+def test_bounds_beyond_two_to_the_31(flash):
     q, k, v = flash.qkv(2, 384, 384, 2, 1, 64, dtype=torch.bfloat16)
     near = CAUSAL.in_documents(documents([100, 284], [300, 84]))
     far = []
@@ -367,7 +346,7 @@ def test_bounds_beyond_two_to_the_31(flash, deterministic):
         storage = torch.empty(2**31 + 2 * 384, device="cuda", dtype=torch.int32)
         far.append(storage.as_strided(bounds.shape, (384, 2**31, 1)).copy_(bounds))
     far = Intervals(bounds=Bounds(*far))
-    assert_equal(everything(flash, (q, k, v), near), everything(flash, (q, k, v), far))
+    assert_equal(*(everything(flash, (q, k, v), intervals, deterministic=True) for intervals in (near, far)))
 
 
 @pytest.mark.gpu

@@ -16,7 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashtrain.kernels.attention import Intervals, ops
 from flashtrain.kernels.attention.flash_hopper import toolchain
-from flashtrain.kernels.attention.flash_hopper.toolchain import CASES, KV_HEADS, Case, exact_problem, mistakes
+from flashtrain.kernels.attention.flash_hopper.exact_problems import (
+    BITS,
+    CASES,
+    KV_HEADS,
+    MOST_QUERIES,
+    SCALE,
+    Case,
+    exact_backward,
+    exact_forward,
+)
+from flashtrain.kernels.attention.flash_hopper.toolchain import backward_mistakes, forward_mistakes
 from flashtrain.kernels.attention.limits import FLASH_HOPPER_HEAD_DIMS
 from flashtrain.kernels.attention.standard import standard
 
@@ -38,42 +48,81 @@ def hopper(test):
 
 
 @pytest.mark.parametrize("case", [Case(64, CAUSAL, 50, 70), Case(128, FULL, 33, 1000)], ids=str)
-def test_the_exact_problem_is_attention(case):
-    q, k, v, out, lse = exact_problem(case, torch.device("cpu"))
-    found = standard(q.double(), k.double(), v.double(), case.intervals, toolchain.SCALE, 0.0)
+def test_the_exact_forward_is_attention(case):
+    q, k, v, out, lse = exact_forward(case, torch.device("cpu"))
+    found = standard(q.double(), k.double(), v.double(), case.intervals, SCALE, 0.0)
     torch.testing.assert_close((out, lse), found, rtol=1e-12, atol=1e-12)
     assert k.shape[2] == v.shape[2] == KV_HEADS and (q != 0).any((0, 1, 2)).all() and (k != 0).any((0, 1, 2)).all()
+
+
+@pytest.mark.parametrize("case", [Case(128, FULL, 33, 1000), *CASES], ids=str)
+def test_the_exact_backward_is_that_of_attention(case):
+    exact = exact_backward(case, torch.device("cpu"))
+    q, k, v, dout, out = (x[0].transpose(0, 1).double() for x in (exact.q, exact.k, exact.v, exact.dout, exact.out))
+    group = q.shape[0] // KV_HEADS
+    k, v = (x.repeat_interleave(group, 0) for x in (k, v))
+    visible = case.intervals.dense(case.q_len, case.kv_len)[0]
+    p = torch.exp(SCALE * q @ k.mT - exact.lse[0][..., None]) * visible
+    dp = dout @ v.mT - ((dout * out).sum(-1) - exact.dlse[0])[..., None]
+    ds = p * dp
+    summed = {"dq": (ds, k, 1), "dk": (ds.mT, q, group), "dv": (p.mT, dout, group)}
+    for name, (weights, rows, of_heads) in summed.items():
+        factor = 1.0 if name == "dv" else SCALE
+        found = (factor * weights @ rows).unflatten(0, (-1, of_heads)).sum(1).transpose(0, 1)[None]
+        torch.testing.assert_close(getattr(exact, name), found, rtol=1e-12, atol=1e-9)
+        assert (found != 0).any((0, 1, 2)).all()
+        # fp32 holds each sum, in whatever order: its terms are multiples of one unit, and dP has few bits.
+        assert (weights.abs() @ rows.abs()).unflatten(0, (-1, of_heads)).sum(1).max() < 2 ** (24 - BITS)
+    assert dp.abs().max() < 2**7
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_mistake_is_a_number_that_is_not_the_right_one_rounded(dtype, monkeypatch):
     case, device = Case(64, CAUSAL, 40, 60), torch.device("cpu")
-    _, _, _, right_out, right_lse = exact_problem(case, device)
+    _, _, _, right_out, right_lse = exact_forward(case, device)
     out, lse = right_out.to(dtype).repeat(toolchain.ROWS, 1, 1, 1), right_lse.float().repeat(toolchain.ROWS, 1, 1)
     kernel = SimpleNamespace(forward=lambda *arguments: (out, lse))
     monkeypatch.setitem(sys.modules, "flashtrain.kernels.attention.flash_hopper.forward", kernel)
-    assert mistakes(case, dtype, device) == 0
+    assert forward_mistakes(case, dtype, device) == 0
     at = tuple((right_out.abs() > 0.1).nonzero()[0])
     out[3][at[1:]] *= 1 + 3 * torch.finfo(dtype).eps
-    assert mistakes(case, dtype, device) == 1
+    assert forward_mistakes(case, dtype, device) == 1
     lse[2, 1, 5] += 1e-4
     out[0, 0, 0] = float("nan")
-    assert mistakes(case, dtype, device) == 2 + case.head_dim
+    assert forward_mistakes(case, dtype, device) == 2 + case.head_dim
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+def test_a_mistake_of_the_backward(name, dtype, monkeypatch):
+    case, device = Case(64, CAUSAL, 40, 60), torch.device("cpu")
+    exact = exact_backward(case, device)
+    right = {name: getattr(exact, name) for name in ("dq", "dk", "dv")}
+    found = {name: x.to(dtype).repeat(toolchain.ROWS, 1, 1, 1) for name, x in right.items()}
+    kernel = SimpleNamespace(backward=lambda *arguments: tuple(found.values()))
+    monkeypatch.setitem(sys.modules, "flashtrain.kernels.attention.flash_hopper.backward", kernel)
+    assert backward_mistakes(case, dtype, device) == 0
+    at = tuple((right[name].abs() > 0.1).nonzero()[0])
+    found[name][3][at[1:]] *= 1 + 3 * torch.finfo(dtype).eps
+    assert backward_mistakes(case, dtype, device) == 1
+    found[name][0, 0, 0] = float("nan")
+    assert backward_mistakes(case, dtype, device) == 1 + case.head_dim
 
 
 def test_the_trial_needs_a_gpu_that_the_kernel_runs_on(monkeypatch):
-    monkeypatch.setattr(toolchain, "_verdict", lambda device, head_dim: pytest.fail("tried"))
+    monkeypatch.setattr(toolchain, "_verdict", lambda *_: pytest.fail("tried"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert toolchain.wrong(64) is None
+    assert toolchain.wrong(64, True) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    assert toolchain.wrong(64) is None
+    assert toolchain.wrong(64, True) is None
 
 
 def test_the_trial_is_made_once_and_not_in_a_capture(monkeypatch):
-    verdicts, capturing = {64: ["computes wrong numbers"], 128: [None]}, [True]
+    verdicts = {(64, "forward"): [None], (64, "backward"): ["computes wrong numbers"], (128, "forward"): [None]}
+    capturing = [True]
     monkeypatch.setattr(toolchain, "_verdicts", {})
-    monkeypatch.setattr(toolchain, "_verdict", lambda device, head_dim: verdicts[head_dim].pop())
+    monkeypatch.setattr(toolchain, "_verdict", lambda device, head_dim, name: verdicts[head_dim, name].pop())
     for name, answer in {
         "is_available": lambda: True,
         "get_device_capability": lambda: (9, 0),
@@ -81,40 +130,49 @@ def test_the_trial_is_made_once_and_not_in_a_capture(monkeypatch):
         "is_current_stream_capturing": lambda: capturing[0],
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    assert "while a CUDA graph is captured" in toolchain.wrong(64)
+    assert "while a CUDA graph is captured" in toolchain.wrong(64, True)
     capturing[0] = False
-    assert toolchain.wrong(64) == "computes wrong numbers"
-    assert toolchain.wrong(128) is None
+    assert toolchain.wrong(64, False) is None and toolchain.wrong(128, False) is None
+    assert toolchain.wrong(64, True) == "computes wrong numbers"
     capturing[0] = True
-    assert toolchain.wrong(64) == "computes wrong numbers" and toolchain.wrong(128) is None
+    assert toolchain.wrong(64, True) == "computes wrong numbers" and toolchain.wrong(64, False) is None
+    assert "while a CUDA graph is captured" in toolchain.wrong(128, True)
 
 
-def test_a_wrong_toolchain_is_named(monkeypatch):
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_a_wrong_toolchain_is_named(name, monkeypatch):
     tried = []
-    monkeypatch.setattr(toolchain, "mistakes", lambda case, *_: tried.append(case) or torch.tensor(3))
-    verdict = toolchain._verdict(torch.device("cpu"), 64)
+    monkeypatch.setattr(toolchain, f"{name}_mistakes", lambda case, *_: tried.append(case) or torch.tensor(3))
+    verdict = toolchain._verdict(torch.device("cpu"), 64, name)
     assert tried == [case for case in CASES if case.head_dim == 64] and len(tried) == len(CASES) // 2
-    assert verdict.startswith("computes wrong numbers with this toolchain (triton 3.")
+    assert verdict.startswith(f"computes wrong numbers in its {name} with this toolchain (triton 3.")
     assert "TRITON_PTXAS_PATH" in verdict
 
 
 def test_a_trial_is_of_real_tensors_whatever_mode_asks(monkeypatch):
-    monkeypatch.setattr(toolchain, "mistakes", lambda *_: torch.zeros((), dtype=torch.int64))
+    monkeypatch.setattr(toolchain, "forward_mistakes", lambda *_: torch.zeros((), dtype=torch.int64))
     with FakeTensorMode():
-        assert toolchain._verdict(torch.device("cpu"), 64) is None
+        assert toolchain._verdict(torch.device("cpu"), 64, "forward") is None
 
 
 @hopper
 @pytest.mark.parametrize("head_dim", FLASH_HOPPER_HEAD_DIMS)
 def test_this_toolchain_is_right(head_dim):
-    assert toolchain.wrong(head_dim) is None
+    assert toolchain.wrong(head_dim, True) is None
 
 
 @hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [*CASES, *LARGER], ids=str)
 def test_small_integers_are_exact_up_to_the_last_rounding(case, dtype, nan_filled_outputs):
-    assert mistakes(case, dtype, GPU) == 0
+    assert forward_mistakes(case, dtype, GPU) == 0
+
+
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(case for case in LARGER if case.q_len <= MOST_QUERIES)], ids=str)
+def test_the_gradients_of_small_integers_are_exact_up_to_the_last_rounding(case, dtype, nan_filled_outputs):
+    assert backward_mistakes(case, dtype, GPU) == 0
 
 
 MASKS = {

@@ -7,7 +7,7 @@ from flashtrain.kernels.attention import Support, limits, markdown, support_tabl
 from flashtrain.kernels.attention.variants import VARIANTS, Variant
 
 WHOLE = Support(
-    "made_up", "a test", "any device", "fp16, bf16, fp32, fp64", "any", "yes", "all", "yes", "yes", "yes", "yes"
+    "made_up", "a test", "any device", "fp16, bf16, fp32, fp64", "any", "yes", "all", "yes", "yes", "yes", "yes", "yes"
 )
 
 
@@ -61,6 +61,12 @@ LIMITS = {
     ),
     "no-softcap": (limits._no_softcap, {"softcap": "no"}),
     "no-lse": (limits._no_lse, {"lse": "no"}),
+    "deterministic-products": (
+        limits._deterministic_products,
+        {"deterministic": "with cuBLAS set; on CPU yes"},
+    ),
+    "deterministic-backward": (limits._deterministic_backward, {"deterministic": "with PyTorch's switch"}),
+    "not-deterministic": (limits._not_deterministic, {"deterministic": "no"}),
     "no-lse-on-cpu": (lambda spec: limits._no_lse(spec) if on_cpu(spec) else None, {"lse": "yes; on CPU no"}),
 }
 
@@ -80,8 +86,8 @@ def test_every_variant_has_its_row():
 def test_markdown():
     lines = markdown((WHOLE,)).splitlines(keepends=True)
     assert lines[0].startswith("| `attention=` | what it is | runs on |")
-    assert lines[1] == "|" + "---|" * 11 + "\n"
+    assert lines[1] == "|" + "---|" * 12 + "\n"
     assert lines[2] == (
-        "| `made_up` | a test | any device | fp16, bf16, fp32, fp64 | any | yes | all | yes | yes | yes | yes |\n"
+        "| `made_up` | a test | any device | fp16, bf16, fp32, fp64 | any | yes | all | yes | yes | yes | yes | yes |\n"
     )
     assert len(lines) == 3

@@ -30,6 +30,8 @@ H200 = AttentionSpec(
     cudnn_version=91900,
     triton=306,
     interpreted=False,
+    fixed_cublas=False,
+    torch_deterministic=False,
     dtype=torch.bfloat16,
     head_dim=128,
     v_head_dim=128,
@@ -41,8 +43,10 @@ H200 = AttentionSpec(
     softcap=0.0,
     needs_lse=False,
     needs_grad=True,
+    deterministic=False,
 )
 CPU = replace(H200, device_type="cpu", sm=None, cudnn_version=None, dtype=torch.float32)
+REPEATED = {"deterministic": True}
 RTX_4090, RTX_5090 = replace(H200, sm=89), replace(H200, sm=120)
 OLD_CUDNN = replace(H200, cudnn_version=91002)
 BLACKWELL = replace(H200, sm=100)
@@ -53,6 +57,7 @@ DOCUMENTS = Intervals.causal().in_documents(torch.zeros(1, 8192, dtype=torch.int
 # Every limit of every variant: the call it refuses, as a change to a call it serves, and the reason.
 REFUSALS = [
     ("standard", H200, {"dtype": torch.float8_e4m3fn}, "computes in float16, bfloat16, float32, float64, not"),
+    ("standard", H200, REPEATED, "is deterministic with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment, and"),
     ("flash_v1", H200, {"head_dim": 100, "v_head_dim": 100}, "in multiples of 8, not 100"),
     ("flash_v1", H200, {"softcap": 30.0}, "caps no scores, and softcap is 30.0"),
     ("flash_v1", H200, {"intervals": WINDOW}, "takes the full and the causal mask, not window(1023, 0)"),
@@ -81,6 +86,7 @@ REFUSALS = [
     ("sdpa_math", CPU, {"softcap": 30.0}, "caps no scores, and softcap is 30.0"),
     ("sdpa_math", CPU, {"dtype": torch.float8_e4m3fn}, "not in float8_e4m3fn"),
     ("sdpa_math", CPU, {"intervals": WINDOW, "kv_len": 8193}, "for up to 8192 keys, not for 8193"),
+    ("sdpa_math", H200, REPEATED, "is deterministic with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment, and"),
     ("sdpa_efficient", H200, {"needs_lse": True}, "returns no log-sum-exp"),
     ("sdpa_efficient", H200, {"softcap": 30.0}, "caps no scores, and softcap is 30.0"),
     ("sdpa_efficient", CPU, {}, "runs on cuda, not on cpu"),
@@ -90,6 +96,7 @@ REFUSALS = [
     ("sdpa_efficient", H200, {"v_head_dim": 100}, "of whole 16-byte rows, not 100"),
     ("sdpa_efficient", H200, {"kv_len": 0}, "takes lengths from 1, not 8192 queries and 0 keys"),
     ("sdpa_efficient", H200, {"q_len": 16384, "kv_len": 16385}, "for up to 8192 keys, not for 16385"),
+    ("sdpa_efficient", H200, REPEATED, "has a deterministic backward under torch.use_deterministic_algorithms(True)"),
     ("sdpa_flash", H200, {"needs_lse": True}, "returns no log-sum-exp"),
     ("sdpa_flash", H200, {"softcap": 30.0}, "caps no scores, and softcap is 30.0"),
     ("sdpa_flash", H200, {"intervals": DOCUMENTS}, "the causal mask, not documents, chunks or a prefix"),
@@ -106,6 +113,7 @@ REFUSALS = [
     ("sdpa_flash", CPU, {"dtype": torch.float8_e4m3fn}, "not in float8_e4m3fn"),
     ("sdpa_flash", CPU, {"v_head_dim": 64}, "takes one head dimension"),
     ("sdpa_flash", CPU, {"q_len": 1}, "takes the causal mask where"),
+    ("sdpa_flash", H200, REPEATED, "has a deterministic backward under torch.use_deterministic_algorithms(True)"),
     ("sdpa_cudnn", H200, {"needs_lse": True}, "returns no log-sum-exp"),
     ("sdpa_cudnn", H200, {"softcap": 30.0}, "caps no scores, and softcap is 30.0"),
     ("sdpa_cudnn", H200, {"intervals": DOCUMENTS}, "the causal mask, not documents, chunks or a prefix"),
@@ -119,6 +127,7 @@ REFUSALS = [
     ("sdpa_cudnn", H200, {"intervals": WINDOW}, "takes the full and the causal mask"),
     ("sdpa_cudnn", H200, {"cudnn_version": None}, "needs cuDNN, which this PyTorch comes without"),
     ("sdpa_cudnn", OLD_CUDNN, {"q_len": 100, "kv_len": 100}, "no multiples of 128, and this is 91002"),
+    ("sdpa_cudnn", H200, REPEATED, "is not deterministic, and that is asked for"),
     ("flex", CPU, {}, "runs on cuda, not on cpu"),
     ("flex", H200, {"triton": None}, "needs Triton, which is not installed (pip install triton)"),
     ("flex", H200, {"sm": TURING}, "needs a GPU of sm_80"),
@@ -128,6 +137,7 @@ REFUSALS = [
     ("flex", RTX_4090, {"v_head_dim": 136}, "takes head dimensions up to 128 on sm_89, not 136"),
     ("flex", RTX_5090, {"head_dim": 256}, "up to 128 on sm_120, not 256"),
     ("flex", H200, {"q_len": 0}, "takes lengths from 1, not 0 queries"),
+    ("flex", H200, REPEATED, "has a deterministic backward under torch.use_deterministic_algorithms(True)"),
 ]
 
 
@@ -175,12 +185,26 @@ def test_what_is_served():
     assert refusal("sdpa_cudnn", replace(H200, q_len=100, kv_len=100)) is None
 
 
+def test_what_is_deterministic():
+    asked = replace(H200, deterministic=True)
+    of_ours = ("flash_v1", "flash_v2", "flash_hopper")
+    of_cublas, of_torch = ("standard", "sdpa_math"), ("sdpa_efficient", "sdpa_flash", "flex")
+    assert supporting(asked) == of_ours
+    assert set(supporting(replace(asked, fixed_cublas=True))) == {*of_ours, *of_cublas}
+    assert set(supporting(replace(asked, torch_deterministic=True))) == {*of_ours, *of_torch}
+    assert set(supporting(replace(asked, needs_grad=False))) == {*of_ours, *of_torch}
+    assert supporting(replace(CPU, deterministic=True)) == supporting(CPU)
+
+
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
         pytest.param(H200, "flash_hopper", id="hopper-bf16"),
         pytest.param(replace(H200, needs_grad=False), "flash_hopper", id="hopper-no-gradients"),
         pytest.param(replace(H200, needs_lse=True), "flash_hopper", id="hopper-lse"),
+        pytest.param(replace(H200, **REPEATED), "flash_hopper", id="hopper-deterministic"),
+        pytest.param(replace(H200, **REPEATED, dtype=torch.float32), "flash_v2", id="hopper-fp32-deterministic"),
+        pytest.param(replace(BLACKWELL, **REPEATED), "flash_v2", id="blackwell-deterministic"),
         pytest.param(replace(H200, q_len=4096), "flash_hopper", id="hopper-Sq-less-than-Sk"),
         pytest.param(replace(H200, intervals=WINDOW), "flash_hopper", id="hopper-window"),
         pytest.param(replace(H200, intervals=DOCUMENTS), "flash_hopper", id="hopper-documents"),
@@ -251,8 +275,8 @@ def test_a_trial_is_no_part_of_a_compiled_call(dynamic, monkeypatch):
     tried = []
 
     @torch.compiler.assume_constant_result
-    def trial(head_dim):
-        tried.append(head_dim)
+    def trial(head_dim, needs_backward):
+        tried.append((head_dim, needs_backward))
         return None if torch.arange(3).sum().item() == 3 else "counts wrong"
 
     torch._dynamo.reset()
@@ -263,7 +287,8 @@ def test_a_trial_is_no_part_of_a_compiled_call(dynamic, monkeypatch):
     for head_dim in (16, 32, 72, 128):
         inputs = make_qkv(1, 4, 4, 2, 2, head_dim)
         torch.testing.assert_close(compiled(*inputs, Intervals.causal()), attention(*inputs, Intervals.causal()))
-    assert set(tried) == {64, 128}
+    compiled(*(x.requires_grad_() for x in inputs), Intervals.causal())
+    assert set(tried) == {(64, False), (128, False), (128, True)}
 
 
 def test_auto_refuses_what_no_variant_serves():

@@ -10,7 +10,14 @@ import torch
 from tiny_training import Steps, TinyModel, assert_same_weights, make_module, make_trainer, weights
 
 from flashtrain.errors import UserError
-from flashtrain.training.checkpoint import AtomicCheckpointIO, load_weights, newest_checkpoint, read_checkpoint
+from flashtrain.training.checkpoint import (
+    AtomicCheckpointIO,
+    load_weights,
+    milestones,
+    newest_checkpoint,
+    read_checkpoint,
+    step_to_resume,
+)
 from flashtrain.training.meter import SpeedMeter
 
 NUM_STEPS = 10
@@ -175,7 +182,56 @@ def test_an_older_state_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
     assert names_and_steps(tmp_path / "checkpoints") == {"step-4.ckpt": 4, "last.ckpt": 6}
 
 
+def train_with_milestones(folder, **changes):
+    settings = {"checkpoint_every": 3, "keep_last": 5, "validate_every": 100, "milestone_every": 3} | changes
+    make_trainer(folder, 9, **settings).fit(make_module(9), datamodule=Steps(9))
+    return folder / "checkpoints"
+
+
+def test_milestones_have_the_weights_of_their_steps_and_nothing_to_resume(tmp_path):
+    folder = train_with_milestones(tmp_path)
+    kept = milestones(folder)
+    assert list(kept) == [3, 6, 9]
+    for step, path in kept.items():
+        whole, weights_alone = read_checkpoint(folder / f"step-{step}.ckpt"), read_checkpoint(path)
+        assert not {"optimizer_states", "callbacks"} & weights_alone.keys()
+        assert path.stat().st_size < 0.6 * (folder / f"step-{step}.ckpt").stat().st_size
+        assert weights_alone["global_step"] == step == load_weights(TinyModel(), path)
+        assert_same_weights(weights_alone["state_dict"], whole["state_dict"])
+        assert step_to_resume(folder / f"step-{step}.ckpt") == step
+        with pytest.raises(UserError, match=rf"milestone-{step}.ckpt has weights alone, .*; resume the folder"):
+            step_to_resume(path)
+
+
+def test_milestones_stay_and_say_once_what_they_take(tmp_path, caplog):
+    caplog.set_level("INFO", logger="flashtrain")
+    folder = train_with_milestones(tmp_path, keep_last=0)
+    assert names_and_steps(folder) == {
+        "milestone-3.ckpt": 3, "milestone-6.ckpt": 6, "milestone-9.ckpt": 9, "last.ckpt": 9, "best.ckpt": 9,
+    }  # fmt: skip
+    size = (folder / "milestone-9.ckpt").stat().st_size / 2**20
+    assert [line for line in caplog.messages if line.startswith("milestones")] == [
+        f"milestones: {size:.1f} MiB each, one every 3 steps"
+    ]
+
+
+def test_a_milestone_is_whole_or_absent(tmp_path, monkeypatch):
+    replace = os.replace
+
+    def full_at_step_6(partial, path):
+        if path.name == "milestone-6.ckpt":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(partial, path)
+
+    monkeypatch.setattr(os, "replace", full_at_step_6)
+    with pytest.raises(UserError, match=r"cannot write .*milestone-6.ckpt \(No space left on device\)"):
+        train_with_milestones(tmp_path, keep_last=0)
+    assert names_and_steps(tmp_path / "checkpoints") == {"milestone-3.ckpt": 3, "last.ckpt": 3}
+
+
 def test_the_newest_is_the_last_or_the_highest_step_or_the_best(tmp_path):
+    assert newest_checkpoint(tmp_path) is None
+    (tmp_path / "milestone-11.ckpt").touch()
     assert newest_checkpoint(tmp_path) is None
     for name in ("best.ckpt", "step-9.ckpt", "step-10.ckpt", "last.ckpt"):
         (tmp_path / name).touch()

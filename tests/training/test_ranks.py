@@ -137,7 +137,8 @@ def test_ranks_validate_and_report_what_one_process_does(home, one, world_size):
 
 def test_there_is_one_folder_one_voice_and_one_kind_of_checkpoint(home, one):
     before = set(home.rglob("*"))
-    ended = on_ranks(2, home, train, *SETTINGS, "train.keep_last=2", "train.checkpoint_every=3")
+    kept = ["train.keep_last=2", "train.checkpoint_every=3", "train.milestone_every=8"]
+    ended = on_ranks(2, home, train, *SETTINGS, *kept)
     assert [rank.exitcode for rank in ended] == [0, 0], ended
     [folder] = (home / "runs").iterdir()
     assert {path for path in set(home.rglob("*")) - before if folder not in (path, *path.parents)} == {home / "runs"}
@@ -146,7 +147,7 @@ def test_there_is_one_folder_one_voice_and_one_kind_of_checkpoint(home, one):
         assert ended[0].said.count(line) == 1, line
     assert len(rows(folder / "logs/train.csv")) == NUM_STEPS
     names = [path.name for path in sorted((folder / "checkpoints").iterdir())]
-    assert names == ["best.ckpt", "last.ckpt", "step-12.ckpt", "step-9.ckpt"]
+    assert names == ["best.ckpt", "last.ckpt", "milestone-8.ckpt", "step-12.ckpt", "step-9.ckpt"]
     alone, of_two = (read_checkpoint(path / "checkpoints/last.ckpt") for path in (home / "one", folder))
     assert alone.keys() == of_two.keys() and alone["state_dict"].keys() == of_two["state_dict"].keys()
     for part in ("state_dict", "optimizer_states"):
