@@ -77,7 +77,6 @@ def _cross_entropy_kernel(
                 column_LW = start + offset_LW
                 x_LW = _load(logits_ptr, column_LW, num_columns, vocab_size)
                 gradient_LW = tl.exp(x_LW - maximum) * factor - tl.where(column_LW == token, 1.0, 0.0)
-                gradient_LW = tl.where(column_LW < vocab_size, gradient_LW, 0.0)
                 tl.store(logits_ptr + column_LW, gradient_LW, mask=column_LW < num_columns)
 
 
@@ -98,7 +97,7 @@ def nll(logits: Tensor, targets: Tensor, vocab_size: int, ignored: int) -> Tenso
 def nll_and_gradient_(logits: Tensor, targets: Tensor, vocab_size: int, ignored: int) -> Tensor:
     """Return what `nll` does, and overwrite the logits by the gradient of its sum, p - onehot.
 
-    The gradient is 0 in ignored rows and in padding. Arguments as in `nll`.
+    The gradient is 0 in ignored rows and, where the loss is a number, in padding. Arguments as in `nll`.
     """
     return _launch(logits, targets, vocab_size, ignored, gradient=True)
 
