@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 VERBS = {"fit", "evaluate", "generate", "replay", "convert"}
 
 DOOR = "kernels.attention"
+CROSS_ENTROPY = "kernels.cross_entropy"
 NOUNS = {"model", "data", "training", "evaluation", "performance", "interop"}
 
 # folder or module of flashtrain -> the parts of flashtrain that it may import, beside `errors`
@@ -24,7 +25,7 @@ ALLOWED = {
     "performance": {DOOR, "charts"},
     "data": set(),
     "evaluation": {"charts"},
-    "model": {DOOR},
+    "model": {DOOR, CROSS_ENTROPY},
     "training": {"model", "performance", "ranks"},
     "interop": {"model"},
     "runs": {"training"},

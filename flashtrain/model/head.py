@@ -2,13 +2,13 @@
 
 The logits of a long batch are the largest tensor of a training step: 32,768 rows of 50,304 are 3.1 GiB in
 bfloat16, and as much again for their gradient. Here they exist one chunk at a time, and the training loss
-computes its gradients while the chunk is at hand. Source: Liger-Kernel, arXiv 2410.10989.
+computes its gradients while the chunk is at hand; on CUDA a kernel puts them in the place of the logits.
+Source: Liger-Kernel, arXiv 2410.10989.
 
 N rows, C hidden size, V padded vocabulary, n rows of one chunk.
 """
 
-import functools
-from collections.abc import Callable
+import importlib.util
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,8 @@ from flashtrain.model.layers import activation_dtype
 
 IGNORED = -100
 
+_TRITON = importlib.util.find_spec("triton") is not None
+
 
 def summed_cross_entropy(
     hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, vocab_size: int, chunk_size: int
@@ -26,7 +28,7 @@ def summed_cross_entropy(
     """Return the sum over rows of -log softmax(hidden weight^T)[target], differentiable in hidden and weight.
 
     Matrix products run in autocast's dtype, the rest in float32 (float64 for float64 inputs).
-    Beyond the inputs it holds the gradients of both and 2 x chunk_size x V logits.
+    Beyond the inputs it holds the gradients of both and, on CUDA, chunk_size x V logits.
 
     Args:
         hidden_NC: hidden states after the final norm.
@@ -96,26 +98,27 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return grad_hidden_NC * grad_output, grad_weight_VC * grad_output, None, None, None, None
 
 
-def _fused_on_cuda(function: Callable) -> Callable:
-    """Compile `function(logits, ...)` for CUDA, where eager steps would each write the logits in float32."""
-    compiled = torch.compile(function)
-
-    @functools.wraps(function)
-    def fused(logits_nV: Tensor, *args):
-        return (compiled if logits_nV.is_cuda else function)(logits_nV, *args)
-
-    return fused
+def _has_kernel(logits_nV: Tensor) -> bool:
+    """Whether our kernel takes them; elsewhere, each of PyTorch's steps writes them out in float32 or float64."""
+    return _TRITON and logits_nV.is_cuda and logits_nV.dtype != torch.float64
 
 
-@_fused_on_cuda
 def _nll(logits_nV: Tensor, targets_n: Tensor, vocab_size: int) -> Tensor:
     """Return -log p(target) (n,), 0 for ignored rows."""
+    if _has_kernel(logits_nV):
+        # Imported when it is first launched: to import Triton is slow, and settles whether it interprets.
+        from flashtrain.kernels.cross_entropy import nll
+
+        return nll(logits_nV, targets_n, vocab_size, IGNORED)
     return _pick_nll(_log_probabilities(logits_nV, vocab_size), targets_n)
 
 
-@_fused_on_cuda
 def _nll_and_gradient(logits_nV: Tensor, targets_n: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return what `_nll` does and, in the dtype of the logits, the gradient of its sum: p - onehot."""
+    """Return what `_nll` does and, in the dtype of the logits and maybe their memory, the gradient of its sum."""
+    if _has_kernel(logits_nV):
+        from flashtrain.kernels.cross_entropy import nll_and_gradient_
+
+        return nll_and_gradient_(logits_nV, targets_n, vocab_size, IGNORED), logits_nV
     log_p_nV = _log_probabilities(logits_nV, vocab_size)
     onehot_nV = torch.arange(logits_nV.shape[1], device=logits_nV.device) == targets_n[:, None]
     grad_nV = torch.where((targets_n != IGNORED)[:, None], log_p_nV.exp() - onehot_nV.to(log_p_nV.dtype), 0.0)

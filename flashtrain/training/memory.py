@@ -144,13 +144,13 @@ def end_activations(model: GPT, batch: MicroBatch) -> int:
 
 
 def head_buffers(model: GPT, batch: MicroBatch) -> int:
-    """Return the bytes that head.py takes: a chunk of logits, their gradient, its weight's copy, both gradients.
+    """Return the bytes that head.py takes: a chunk of logits, its weight's copy, both gradients.
 
-    On CUDA the gradient is made in one pass; elsewhere log p, p, and the targets as booleans and as numbers, and the
-    difference, are there at once.
+    On CUDA the gradient of the logits takes their place; elsewhere log p, p, and the targets as booleans and as
+    numbers, and the difference, are there at once.
     """
     weight, itemsize = model.head_weight, batch.dtype.itemsize
-    of_a_logit = itemsize + (itemsize if batch.device_type == "cuda" else 4 * torch.float32.itemsize + 1)
+    of_a_logit = itemsize + (0 if batch.device_type == "cuda" else 4 * torch.float32.itemsize + 1)
     logits = min(batch.head_chunk_tokens, batch.tokens) * weight.shape[0] * of_a_logit
     copy = weight.numel() * itemsize if weight.dtype != batch.dtype else 0
     of_weight = weight.numel() * torch.float32.itemsize  # in which the chunks are summed, whatever the weight's dtype

@@ -19,6 +19,7 @@ ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "gfx942"]
 FORWARD, DELTA, DKDV, DQ = KERNELS = ["_fwd_kernel", "_bwd_delta_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel"]
 FLASH_V1_KERNELS = [FORWARD, BACKWARD := "_bwd_kernel"]
 FLASH_HOPPER_BACKWARD_KERNELS = [START := "_bwd_start_kernel", BACKWARD, DQ]
+CROSS_ENTROPY_KERNEL = "_cross_entropy_kernel"
 
 # Fields of the script's Problem, in bf16 unless given. These are what tiles.py measured on sm_90.
 MEASURED = {
@@ -55,7 +56,14 @@ FLASH_V1 = {
     "flash_v1 fp32": {"variant": "flash_v1", "dtype": "float32"},
 }
 
-# Its forward, on sm_90 alone.
+# Rows of GPT-2's padded vocabulary, and of a length that no vector divides.
+CROSS_ENTROPY = {
+    "cross_entropy": {"variant": "cross_entropy", "length": 50_304},
+    "cross_entropy odd fp16": {"variant": "cross_entropy", "length": 4095, "dtype": "float16"},
+    "cross_entropy fp32": {"variant": "cross_entropy", "length": 50_304, "dtype": "float32"},
+}
+
+# The forward of flash_hopper, on sm_90 alone.
 FLASH_HOPPER = {
     f"flash_hopper {name}": {"variant": "flash_hopper", **fields}
     for name, fields in {
@@ -119,16 +127,21 @@ FLASH_V1_SPILLS = {FORWARD: 64, BACKWARD: 600}
 
 
 def problems(architecture):
-    return FEATURES | FLASH_V1 | (MEASURED | FLASH_HOPPER | FLASH_HOPPER_BACKWARD if architecture == "sm_90" else {})
+    everywhere = FEATURES | FLASH_V1 | CROSS_ENTROPY
+    return everywhere | (MEASURED | FLASH_HOPPER | FLASH_HOPPER_BACKWARD if architecture == "sm_90" else {})
 
 
 def kernels_of(problem):
     if problem in FLASH_HOPPER_BACKWARD:
         return FLASH_HOPPER_BACKWARD_KERNELS
+    if problem in CROSS_ENTROPY:
+        return [CROSS_ENTROPY_KERNEL]
     return FLASH_V1_KERNELS if problem in FLASH_V1 else [FORWARD] if problem in FLASH_HOPPER else KERNELS
 
 
 def may_spill(architecture, problem, kernel):
+    if problem in CROSS_ENTROPY:
+        return 0
     if problem in FLASH_V1:
         return math.inf if problem == "flash_v1 fp32" else FLASH_V1_SPILLS[kernel]
     if problem in FLASH_HOPPER | FLASH_HOPPER_BACKWARD:
@@ -166,8 +179,8 @@ def test_compiles_and_fits(architecture, problem):
         assert report["spilled"] <= may_spill(architecture, problem, name), (name, report)
         adds_up_dq = problem in FLASH_HOPPER_BACKWARD and name == BACKWARD
         assert (report["atomics"] > 0) == adds_up_dq, (name, report)
-        has_products = name not in (DELTA, START) and (name != DQ or problem not in FLASH_HOPPER_BACKWARD)
-        if architecture == "sm_90" and "fp32" not in problem and has_products:
+        without_products = {DELTA, START, CROSS_ENTROPY_KERNEL} | ({DQ} if problem in FLASH_HOPPER_BACKWARD else set())
+        if architecture == "sm_90" and "fp32" not in problem and name not in without_products:
             assert report["wgmma"] > 0, (name, report)
             assert (report["tma"] > 0) == (problem not in FLASH_V1), (name, report)
         if problem in FLASH_HOPPER or adds_up_dq:

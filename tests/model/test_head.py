@@ -157,7 +157,8 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits():
 
 
 @pytest.mark.gpu
-def test_gpt2_head_at_32k_tokens_takes_at_most_1_5_gib():
+def test_gpt2_head_at_32k_tokens_takes_at_most_1_gib():
+    """One chunk of logits is 0.38 GiB, and the weight with its copy and the gradients 0.26."""
     rows, width, vocab_size, padded = 32_768, 768, 50_257, 50_304
     hidden = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(padded, width, device="cuda", requires_grad=True)
@@ -170,4 +171,4 @@ def test_gpt2_head_at_32k_tokens_takes_at_most_1_5_gib():
             loss = summed_cross_entropy(hidden, weight, targets, vocab_size, chunk_size=4096)
         loss.backward()
         del loss
-    assert torch.cuda.max_memory_allocated() - before <= 1.5 * 2**30
+    assert torch.cuda.max_memory_allocated() - before <= 2**30
