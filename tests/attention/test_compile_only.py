@@ -108,10 +108,6 @@ SPILLS_ON_SM_90 = {
 # The more of what triton 3.7.1 and 3.6.0 make of it: few bytes, at the speeds in NOTES.md. The backward at head
 # dimension 64 with softcap, which has 64 tanh a thread to keep, was not measured.
 FLASH_HOPPER_SPILLS = {
-    "flash_hopper full 128": 8,
-    "flash_hopper window 64": 4,
-    "flash_hopper grouped heads": 4,
-    "flash_hopper V head dim 64": 24,
     "flash_hopper_backward causal 64": 104,
     "flash_hopper_backward causal 64 fp16": 104,
     "flash_hopper_backward full 64": 24,
@@ -178,7 +174,8 @@ def test_compiles_and_fits(architecture, problem):
         assert report["shared"] <= report["allowed"], (name, report)
         assert report["spilled"] <= may_spill(architecture, problem, name), (name, report)
         adds_up_dq = problem in FLASH_HOPPER_BACKWARD and name == BACKWARD
-        assert (report["atomics"] > 0) == adds_up_dq, (name, report)
+        counts_tiles = problem in FLASH_HOPPER and FLASH_HOPPER[problem].get("mask") == "documents"
+        assert (report["atomics"] > 0) == (adds_up_dq or counts_tiles), (name, report)
         without_products = {DELTA, START, CROSS_ENTROPY_KERNEL} | ({DQ} if problem in FLASH_HOPPER_BACKWARD else set())
         if architecture == "sm_90" and "fp32" not in problem and name not in without_products:
             assert report["wgmma"] > 0, (name, report)
