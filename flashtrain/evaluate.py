@@ -50,6 +50,8 @@ def run(config: Config) -> None:
     journal = _journal(config, conditions) if mine.is_first else None
     if journal and journal.num_known:
         _say(console, f"going on after {journal.num_known:,} targets that are scored already ({journal.path})")
+    if mine.world_size > 1:
+        _say(console, f"windows are shared by {mine.world_size} ranks")
     with ranks.together("the same command goes on where they were"):
         ranks.start(mine)
         evaluation = measure(made, corpus, config, conditions, console, journal)

@@ -116,6 +116,7 @@ def start(mine: Ranks) -> None:
     if mine.world_size == 1:
         return
     silence_lightning()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or those that outlive the first by a moment warn of it
     strategy = DDPStrategy(
         cluster_environment=cluster_environment(), process_group_backend="gloo", timeout=LONGEST_WAIT
     )
