@@ -116,7 +116,6 @@ def start(mine: Ranks) -> None:
     if mine.world_size == 1:
         return
     silence_lightning()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or those that outlive the first by a moment warn of it
     strategy = DDPStrategy(
         cluster_environment=cluster_environment(), process_group_backend="gloo", timeout=LONGEST_WAIT
     )
@@ -207,6 +206,7 @@ def together(after_one_is_lost: str) -> Iterator[None]:
     Raises UserError, which says what to do `after_one_is_lost`, where this rank fails for want of another.
     """
     before = dict(os.environ)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or those that outlive the first by a moment warn of it
     try:
         yield
     except BaseException as failure:
@@ -215,7 +215,7 @@ def together(after_one_is_lost: str) -> Iterator[None]:
         raise
     if dist.is_initialized():
         dist.destroy_process_group()
-    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCH_CPP_LOG_LEVEL"):
         if name not in before:
             os.environ.pop(name, None)
 

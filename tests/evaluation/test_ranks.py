@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -45,18 +47,18 @@ def home(tmp_path_factory):
     return folder
 
 
-def evaluations(run):
-    return {path.parent for path in run.glob("evaluation/*/perplexity.json")}
+def evaluations(home):
+    """The folders of the evaluations of `run`, and the journals of unfinished ones."""
+    return set(home.glob("run/evaluation/*"))
 
 
-def evaluate(world_size, home, *words, command=EVALUATE, **fault):
+def evaluate(world_size, home, *words):
     """The folder of a new evaluation by so many ranks, and how many batches each scored."""
-    before = evaluations(home / "run")
-    ended = on_ranks(world_size, home, count_batches, command, *EVALUATED, *words, **fault)
+    before = evaluations(home)
+    ended = on_ranks(world_size, home, count_batches, EVALUATE, *EVALUATED, *words)
     assert [rank.exitcode for rank in ended] == [0] * world_size, ended
-    [folder] = evaluations(home / "run") - before
+    [folder] = evaluations(home) - before
     assert ended[0].said.count("wrote ") == len(list(folder.iterdir())) and not any(rank.said for rank in ended[1:])
-    assert not list(home.glob("run/evaluation/unfinished-*"))
     return folder, [rank.result for rank in ended]
 
 
@@ -128,12 +130,16 @@ def test_ranks_share_one_evaluation(home, alone, world_size):
 
 def test_an_evaluation_goes_on_with_any_number_of_ranks(home, alone):
     """Killed at the fourth batch of one rank, then at the third of the second of two: three score what is left."""
+    for left in home.glob("run/evaluation/unfinished-*"):
+        left.unlink()
     folder, [num_batches] = alone
     for world_size, at_batch in ((1, 4), (2, 3)):
         fault = {"at_batch": at_batch, "on_rank": world_size - 1, "happens": killed}
         ended = on_ranks(world_size, home, count_batches, EVALUATE, *EVALUATED, **fault)
         assert all(rank.exitcode for rank in ended)
+    [journal] = home.glob("run/evaluation/unfinished-*")
     again, batches = evaluate(3, home)
+    assert not journal.exists()
     assert sum(batches) == num_batches - 3 - 2 * 2
     assert_same_evaluation(folder, again)
 
@@ -166,7 +172,7 @@ def test_the_evaluation_at_the_end_of_training_is_shared(home):
 )
 def test_a_rank_that_fails_ends_all_in_one_sentence(home, on_rank, happens, sentence):
     fault = {"at_batch": 2, "on_rank": on_rank, "happens": happens}
-    ended = on_ranks(2, home, count_batches, EVALUATE, *EVALUATED, "seed=1337", **fault)
+    ended = on_ranks(2, home, count_batches, EVALUATE, *EVALUATED, **fault)
     assert all(rank.exitcode for rank in ended)
     said = [line for rank in ended for line in rank.said.splitlines()]
     assert [line for line in said if "rror" in line] == [line for line in said if line.startswith(sentence)] != []
@@ -205,7 +211,7 @@ def test_lightning_and_torchrun_start_the_same_evaluation(home, alone):
         (home / name).mkdir()
         for part in ("run", "notes", ".flashtrain"):
             shutil.copytree(home / part, home / name / part)
-        before = evaluations(home / name / "run")
+        before = evaluations(home / name)
         command = [sys.executable, *words, *EVALUATED]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(
@@ -216,8 +222,18 @@ def test_lightning_and_torchrun_start_the_same_evaluation(home, alone):
         said, _ = process.communicate(timeout=300)
         assert process.returncode == 0, said
         assert said.count("Perplexity of the first L tokens") == said.count("wrote run/evaluation") / 5 == 1, said
-        [shared] = evaluations(home / name / "run") - before
+        [shared] = evaluations(home / name) - before
         assert_same_evaluation(folder, shared)
+
+
+def test_a_full_disk_ends_the_ranks_that_lightning_started_in_one_sentence(home):
+    room = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))}
+    command = [sys.executable, "-m", "flashtrain.evaluate", "trainer.devices=2", *EVALUATED, "eval.batch_tokens=255"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=home, env=environment, text=True, capture_output=True, timeout=300, **room)
+    assert ended.returncode == 1
+    [sentence] = [line for line in ended.stderr.splitlines() if not line.startswith("attention: auto chose ")]
+    assert re.fullmatch(r"error: run/evaluation/unfinished-\w+\.f32 cannot be written \(File too large\); .+", sentence)
 
 
 @pytest.mark.gpu
