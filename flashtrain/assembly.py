@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtrain import device as devices
-from flashtrain import ranks, runs
+from flashtrain import runs
 from flashtrain.config import Config, DataConfig, TextDataConfig, refuse_all_but
 from flashtrain.data.corpus import Corpus, open_corpus
 from flashtrain.data.digest import parts_digest
@@ -75,7 +75,6 @@ def assemble(config: Config, *, trains: bool) -> Assembly:
 def assemble_run(config: Config) -> tuple[Assembly, int]:
     """Make what the finished run `config.run` used, with its weights, and the step these are from."""
     refuse_all_but(("run", "checkpoint"), config)
-    ranks.refuse_torchrun("a command on a finished run", "python -m ..., which takes one process")
     if config.run is None:
         raise UserError("which run is meant? Say run=DIR, a folder that train.py made")
     assembly = assemble(config, trains=False)

@@ -105,8 +105,8 @@ class TrainerConfig:
     device: str
     """auto (CUDA where there is one), cpu or cuda."""
     devices: int | None
-    """In training, the processes of this machine, each with a GPU or all on the CPU, which share the rows of a step;
-    null: as many as torchrun has started, or one."""
+    """The processes of this machine, each with a GPU or all on the CPU, which share the rows of a training step and
+    the windows of an evaluation; null: as many as torchrun has started, or one."""
     precision: str
     """auto (bf16 on CUDA, fp32 on CPU); fp32; tf32 (fp32 but for products); bf16, fp16 (by autocast over fp32 weights,
     fp16 with loss scaling); bf16-true (weights, gradients and moments in bf16 too)."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from flashtrain import device as devices
 from flashtrain import ranks, runs
 from flashtrain.assembly import Assembly, assemble_run, open_data, scorer, weights_digest
 from flashtrain.config import Config, refuse_all_but
@@ -32,24 +33,38 @@ from flashtrain.model.rope_options import RopeOptions
 def run(config: Config) -> None:
     """Score the validation documents with a run's weights: tables here, files in a new folder of the run.
 
-    With `runs`, put evaluations that are made side by side instead.
+    Ranks share the windows, and the first writes. With `runs`, put evaluations that are made side by side instead.
     """
-    console = Console()
     if config.runs is not None:
-        compare(config, console)
+        compare(config, Console())
         return
+    mine = ranks.resolve(config.trainer.devices, devices.resolve_type("trainer.device", config.trainer.device))
+    console = Console(quiet=not mine.is_first)
     made, step = assemble_run(config)
     corpus = open_data(config.data, made.tokenizer)
     runs.require_same(Path(config.run), "corpus", corpus.fingerprint)
+    require_key_tokens(corpus, config.eval)
+    if reason := unscorable(corpus, config.eval):
+        raise UserError(reason)
     conditions = conditions_of(made, corpus, config, step)
-    folder = runs.evaluation_folder(Path(config.run))
-    journal = Journal(folder / f"unfinished-{record_digest(asdict(config.eval), asdict(conditions))}.f32")
-    if journal.num_known:
+    journal = _journal(config, conditions) if mine.is_first else None
+    if journal and journal.num_known:
         _say(console, f"going on after {journal.num_known:,} targets that are scored already ({journal.path})")
-    evaluation = measure(made, corpus, config, conditions, console, journal)
-    for path in write_reports(evaluation, runs.stamped_folder(folder, made.variant)):
-        _say(console, f"wrote {path}")
-    journal.remove()
+    if mine.world_size > 1:
+        _say(console, f"windows are shared by {mine.world_size} ranks")
+    with ranks.together("the same command goes on where they were"):
+        ranks.start(mine)
+        evaluation = measure(made, corpus, config, conditions, console, journal)
+    if mine.is_first:
+        for path in write_reports(evaluation, runs.stamped_folder(journal.path.parent, made.variant)):
+            _say(console, f"wrote {path}")
+        journal.remove()
+
+
+def _journal(config: Config, conditions: Conditions) -> Journal:
+    """What is kept of this evaluation in the folder of the run's evaluations until it is whole."""
+    folder = runs.evaluation_folder(Path(config.run))
+    return Journal(folder / f"unfinished-{record_digest(asdict(config.eval), asdict(conditions))}.f32")
 
 
 def compare(config: Config, console: Console) -> None:
@@ -124,7 +139,7 @@ def measure(
     console: Console,
     journal: Journal | None = None,
 ) -> Evaluation:
-    """The evaluation of the model in `made`, shown on the console."""
+    """The evaluation of the model in `made`, shown on the console; ranks make it together."""
     rope = evaluated_rope(made.model.options, config.eval.rope, conditions.training_length)
     if rope and rope != made.model.options.rope:
         console.print(f"{rope.describe()} in place of {made.model.options.rope.describe()}", highlight=False)

@@ -26,6 +26,7 @@ from flashtrain.data.datamodule import StepDataModule
 from flashtrain.device import Device
 from flashtrain.entry import main
 from flashtrain.errors import UserError
+from flashtrain.evaluation.perplexity import Evaluation
 from flashtrain.evaluation.report import write_reports
 from flashtrain.model.attention import causal_window
 from flashtrain.model.gpt import GPT
@@ -87,7 +88,7 @@ def run(config: Config) -> None:
     log.info(_summary(config, made, corpus, shape, step))
     predicted = predicted_peak(config, made, shape)
     log.info("memory: predicted peak %s", predicted)
-    with ranks.together():
+    with ranks.together("evaluate what is trained with run=DIR"):
         with _failures_of_the_machine_said(folder, config.trainer.data_workers):
             trainer.fit(module, data, ckpt_path=checkpoint if step else None)
         if trainer.global_step < config.train.steps:
@@ -96,9 +97,13 @@ def run(config: Config) -> None:
         if not module.validation_metrics:  # resumed after its last step, which was all but the report
             trainer.validate(module, data, verbose=False)
         result = _result(module, meter) | {"predicted_peak_memory_gib": predicted.total_gib}
+        made.model.to(made.device.type).eval()  # Lightning has put it on the CPU
+        if mine.is_first:
+            runs.write_json(folder / runs.RESULT_FILE, result)
+            _sample(config, made, folder, console)
+        evaluation = _evaluate(config, made, corpus, console)
     if mine.is_first:
-        runs.write_json(folder / runs.RESULT_FILE, result)
-        _report(config, made, corpus, folder, result, console)
+        _report(folder, result, evaluation, console)
 
 
 @contextlib.contextmanager
@@ -310,21 +315,25 @@ def _result(module: TrainingModule, meter: SpeedMeter) -> dict[str, float]:
     return result
 
 
-def _report(
-    config: Config, made: Assembly, corpus: Corpus, folder: Path, result: dict[str, float], console: Console
-) -> None:
-    """A sample, the perplexity curves, the result and where everything lies."""
-    made.model.to(made.device.type).eval()  # Lightning has put it on the CPU
+def _sample(config: Config, made: Assembly, folder: Path, console: Console) -> None:
     text = generate.sample(made, config.generate, config.train.sequence_length, config.seed)
     runs.write_whole(folder / runs.SAMPLE_FILE, text)
     console.rule("sample")
     _say(console, text)
-    reports = []
-    if not evaluate.unscorable(corpus, config.eval):
-        console.rule("perplexity")
-        conditions = evaluate.conditions_of(made, corpus, config, config.train.steps)
-        evaluation = evaluate.measure(made, corpus, config, conditions, console)
-        reports = write_reports(evaluation, folder / runs.EVALUATION_FOLDER / "final")
+
+
+def _evaluate(config: Config, made: Assembly, corpus: Corpus, console: Console) -> Evaluation | None:
+    """The perplexity curves, by all ranks together; None where no document is long enough."""
+    if evaluate.unscorable(corpus, config.eval):
+        return None
+    console.rule("perplexity")
+    conditions = evaluate.conditions_of(made, corpus, config, config.train.steps)
+    return evaluate.measure(made, corpus, config, conditions, console)
+
+
+def _report(folder: Path, result: dict[str, float], evaluation: Evaluation | None, console: Console) -> None:
+    """The result and where everything lies."""
+    reports = write_reports(evaluation, folder / runs.EVALUATION_FOLDER / "final") if evaluation else []
     console.rule("result")
     _say(console, f"validation loss: {result['validation_loss']:.4f} nats per token")
     _say(console, f"bits per byte: {result['bits_per_byte']:.2f}")

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
+from flashtrain import ranks
 from flashtrain.assembly import Assembly, assemble_run
 from flashtrain.config import Config, GenerateConfig, Root, given_keys
 from flashtrain.config import settle as settle_run
@@ -19,13 +20,15 @@ from flashtrain.model.sampling import generate
 
 def settle(composed: DictConfig, overrides: list[str]) -> Config:
     """The settings of the run, as `flashtrain.config.settle` says. Raises UserError for those of an evaluation."""
-    if evaluation := sorted(key for key in given_keys(overrides) if key.split(".")[0] == "eval"):
-        raise UserError(f"{', '.join(evaluation)} is for an evaluation and changes no sample; leave it out")
+    of_evaluation = (key for key in given_keys(overrides) if key.split(".")[0] == "eval" or key == "trainer.devices")
+    if given := sorted(of_evaluation):
+        raise UserError(f"{', '.join(given)} is for an evaluation and changes no sample; leave it out")
     return settle_run(composed, overrides)
 
 
 def run(config: Config) -> None:
     """Print the prompt and its continuation."""
+    ranks.refuse_torchrun("a sample", "python -m flashtrain.generate ..., which takes one process")
     made, _ = assemble_run(config)
     sys.stdout.write(sample(made, config.generate, config.train.sequence_length, config.seed) + "\n")
 

@@ -1,20 +1,29 @@
-"""The ranks of a run, its processes, one a device: which of them this one is, what they tell one another, how they end.
+"""The ranks of a run, its processes, one a device: which of them this one is, how they start, what they tell one
+another, how they end.
 
 Lightning starts the others from the first, or torchrun starts them all; each runs the same command. A process alone
 is rank 0 of one, and tells nothing and waits for nothing.
 """
 
 import contextlib
+import logging
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies.launchers import subprocess_script as process_observer
 from torch import Tensor
 
 from flashtrain.errors import UserError
@@ -23,6 +32,12 @@ T = TypeVar("T")
 
 SECONDS_FOR_THE_FIRST = 10.0
 """For how long other ranks leave it to the first to come to the mistake that they have found, and to end them."""
+
+SECONDS_TO_SPEAK = 1.0
+"""What a rank is given to say why it fails before it may be killed."""
+
+LONGEST_WAIT = timedelta(days=7)
+"""For how long ranks of an evaluation wait for one with a long document; one that has ended is noticed at once."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +93,41 @@ def refuse_torchrun(what: str, instead: str) -> None:
 def rank() -> int:
     """The rank of this process, by what torchrun or Lightning has left in its environment; 0 for one alone."""
     return int(os.environ.get("RANK" if dist.is_torchelastic_launched() else "LOCAL_RANK", 0))
+
+
+def world_size() -> int:
+    """How many ranks there are that know one another; 1 for one alone."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+# How they start
+
+
+def cluster_environment() -> ClusterEnvironment:
+    """What starts them; named, or Lightning would take a scheduler's variables to mean that it starts the processes."""
+    return TorchElasticEnvironment() if dist.is_torchelastic_launched() else LightningEnvironment()
+
+
+def start(mine: Ranks) -> None:
+    """Start the other ranks, where torchrun has not, and wait for them; from here on they tell one another numbers.
+
+    In training Lightning's Trainer does this. What is told goes through the CPU (Gloo).
+    """
+    if mine.world_size == 1:
+        return
+    silence_lightning()
+    strategy = DDPStrategy(
+        cluster_environment=cluster_environment(), process_group_backend="gloo", timeout=LONGEST_WAIT
+    )
+    Fabric(accelerator="cpu", devices=mine.per_machine, num_nodes=mine.machines, strategy=strategy).launch()
+    end_with_the_starter()
+
+
+def silence_lightning() -> None:
+    """Let Lightning tell of itself only that a rank was killed."""
+    for package in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(package).setLevel(logging.WARNING)
+    logging.getLogger(process_observer.__name__).setLevel(logging.INFO)
 
 
 # What they tell one another
@@ -150,13 +200,22 @@ class SharedStop:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
-    """What ranks do together; behind it each is alone, and Lightning's marks are gone, for a sweep's next job."""
+def together(after_one_is_lost: str) -> Iterator[None]:
+    """What ranks do together; behind it each is alone, and Lightning's marks are gone, for a sweep's next job.
+
+    Raises UserError, which says what to do `after_one_is_lost`, where this rank fails for want of another.
+    """
     before = dict(os.environ)
-    yield
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or those that outlive the first by a moment warn of it
+    try:
+        yield
+    except BaseException as failure:
+        if dist.is_initialized():
+            heed_the_others(failure, after_one_is_lost)
+        raise
     if dist.is_initialized():
         dist.destroy_process_group()
-    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCH_CPP_LOG_LEVEL"):
         if name not in before:
             os.environ.pop(name, None)
 
@@ -176,6 +235,30 @@ def fails_first() -> bool:
         return dist.distributed_c10d._get_default_store().compare_set("failed", "", me).decode() == me
     except RuntimeError:  # the store went with the rank that held it
         return False
+
+
+def heed_the_others(failure: BaseException, after_one_is_lost: str) -> None:
+    """Let one that has failed before this rank say why. Raises UserError where this one fails for want of another."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # with which torchrun ends ranks while this one says why
+    if not fails_first():
+        time.sleep(SECONDS_TO_SPEAK)
+    if isinstance(failure, dist.DistError) or "by peer" in str(failure):  # NCCL's, and what Gloo says
+        raise UserError(
+            "another rank has ended without a word, as one does that is killed for want of memory; "
+            f"{after_one_is_lost}"
+        ) from failure
+
+
+def end_with_the_starter() -> None:
+    """End this process once the rank that started it, if one did, is gone, of which a collective need not notice."""
+    if int(os.environ.get("LOCAL_RANK", 0)) > 0 and not dist.is_torchelastic_launched():
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def fail(message: str | None) -> None:

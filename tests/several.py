@@ -14,17 +14,24 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from commands import run_command
 from lightning.pytorch import Callback
-from tiny_training import ROWS, Steps, make_module, make_trainer
+from presets import preset
+from tiny_training import CPU, ROWS, Steps, make_module, make_trainer
 from torch.distributed import TCPStore
 
 from flashtrain import ranks
+from flashtrain.assembly import build_model, scorer
 from flashtrain.errors import UserError
+from flashtrain.evaluation import scoring
+from flashtrain.evaluation.scoring import Documents, score
+from flashtrain.evaluation.windows import documents_of, strided_windows
 from flashtrain.ranks import Ranks
 from flashtrain.training.callbacks import Reporter
 from flashtrain.training.module import TrainingModule
@@ -126,6 +133,53 @@ def train(*words, at_step=None, on_rank=None, happens=None, never_waits=False):
         patch.setattr(TrainingModule, "training_step", take_or_fail)
         run_command("python train.py", *words)
     return seen
+
+
+def count_batches(command, *words, at_batch=None, on_rank=None, happens=None):
+    """Run a command that evaluates; return how many batches this rank scored. On one rank something `happens` before
+    its batch of that number."""
+    scored, score_batch = itertools.count(1), scoring._score_batch
+
+    def score_or_fail(nll, documents, batch):
+        if next(scored) == at_batch and on_rank == ranks.rank():
+            happens(batch)
+        return score_batch(nll, documents, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "_score_batch", score_or_fail)
+        run_command(command, *words)
+    return next(scored) - 1
+
+
+def score_tables(cases):
+    """The table of each case (arguments of `table_of`), scored by these ranks together."""
+    mine = ranks.resolve(None, "cpu")
+    with ranks.together("start again"):
+        ranks.start(mine)
+        return [table_of(*case) for case in cases]
+
+
+def table_of(variant, lengths, window, stride, prefix, batch_tokens, chunk, piece):
+    """Whole documents of these numbers of random tokens, scored by a random GPT: the columns of the table."""
+    options = preset("nano", num_layers=2, hidden_size=32, num_heads=2, vocab_size=257).resolve()
+    torch.manual_seed(0)
+    model = build_model(options, variant, CPU, "none").eval()
+    with torch.no_grad():
+        model.token_embedding.weight.mul_(20)  # far from uniform
+    offsets = np.cumsum([0, *lengths])
+    tokens = np.random.default_rng(0).integers(0, 256, offsets[-1])
+    tokens[offsets[:-1]] = 256
+    documents = Documents(SimpleNamespace(tokens=tokens, offsets=offsets), prefix)
+    num_tokens = documents.num_tokens
+    table = score(
+        scorer(model, CPU, chunk, None, piece),
+        documents,
+        strided_windows(documents_of(num_tokens, 2), num_tokens, window, stride),
+        bytes_per_token=np.r_[np.ones(256, np.int64), 0],
+        batch_tokens=batch_tokens,
+        advance=lambda tokens: None,
+    )
+    return vars(table)
 
 
 def terminated(batch) -> None:

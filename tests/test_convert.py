@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import resource
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from omegaconf import OmegaConf
 from tiny_checkpoint import save_checkpoint
 
 TRAINING = "train.tokens_per_step=128 train.steps=2 train.validation_tokens=64 optimizer.learning_rate=1e-12"
+IMPORTED = ["source=hub", "data=text", "data.path=books", "trainer=cpu"]
 EVALUATED = "eval.lengths=[32,64] eval.targets_per_anchor=16 eval.max_documents=null generate.num_tokens=4"
 
 
@@ -39,7 +41,7 @@ def sentence_of(*overrides):
 
 
 def import_books(*overrides):
-    convert("source=hub", "output=run", "data=text", "data.path=books", "trainer=cpu", *overrides)
+    convert(*IMPORTED, "output=run", *overrides)
 
 
 def weights_of(run):
@@ -162,24 +164,25 @@ def test_what_no_family_expresses_is_refused_with_the_settings(home):
 
 
 @pytest.mark.parametrize(
-    ("output", "refused", "words"),
+    ("room", "sentence", "words"),
     [
-        ("again", "again/tokenizer.json", ["source=hub", "data=text", "data.path=books", "trainer=cpu"]),
-        ("exported", "exported", ["run=run"]),
+        (4096, r"again/tokenizer.json cannot be written \(.+\); say output=DIR with another place", IMPORTED),
+        (50_000, r"cannot write again/checkpoints/last.ckpt \(.+\); make room and start again", IMPORTED),
+        (4096, r"again cannot be written \(.+\); make room or say output=DIR with another place", ["run=run"]),
     ],
-    ids=["import", "export"],
+    ids=["import", "import-weights", "export"],
 )
-def test_where_the_disk_refuses_nothing_is_left(home, output, refused, words):
+def test_where_the_disk_refuses_nothing_is_left(home, room, sentence, words):
     save_checkpoint(home / "hub")
     import_books()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:
-        told = sentence_of(f"output={output}", *words)
+        told = sentence_of("output=again", *words)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert told.startswith(f"{refused} cannot be written (")
-    assert not (home / output).exists()
+    assert re.fullmatch(sentence, told)
+    assert not (home / "again").exists()
 
 
 def test_torchrun_is_refused(home, monkeypatch):

@@ -24,7 +24,7 @@ ALLOWED = {
     "accuracy": {DOOR, "device"},
     "performance": {DOOR, "charts"},
     "data": set(),
-    "evaluation": {"charts"},
+    "evaluation": {"charts", "ranks"},
     "model": {DOOR, CROSS_ENTROPY},
     "training": {"model", "performance", "ranks"},
     "interop": {"model"},

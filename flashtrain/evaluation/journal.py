@@ -1,9 +1,11 @@
 """What an evaluation has scored so far, so that one that was stopped goes on where it was.
 
 Which targets come in which order follows from the settings, so the file holds their NLLs alone: float32, appended
-after each batch of windows. A batch is a long document, a part of one, or several short ones.
+after each batch of windows, or each round of batches of several ranks, of which the first has the file. A batch is a
+long document, a part of one, or several short ones.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -26,16 +28,19 @@ class Journal:
         """Targets that an earlier process scored."""
         return len(self._known)
 
-    def take(self, count: int) -> np.ndarray | None:
-        """The next `count` values, or None where not all of them are known: then `append` them, in order."""
-        values = self._known[self._taken : self._taken + count]
-        if len(values) < count:
-            return None
-        self._taken += count
-        return values
+    def take(self, counts: Iterable[int]) -> list[np.ndarray]:
+        """The values of each batch of so many targets, as far as whole ones are known; then `append` those behind."""
+        batches = []
+        for count in counts:
+            values = self._known[self._taken : self._taken + count]
+            if len(values) < count:
+                break
+            self._taken += count
+            batches.append(values)
+        return batches
 
     def append(self, values: np.ndarray) -> None:
-        """Keep the values of the batch that `take` did not know."""
+        """Keep the values of the next targets that `take` did not know."""
         try:
             with self.path.open("r+b" if self.path.exists() else "xb") as file:
                 file.truncate(self._taken * DTYPE.itemsize)  # a batch that was cut while it was written

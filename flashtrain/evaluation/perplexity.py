@@ -5,7 +5,7 @@ for each length where predictions depend on how many tokens follow; perplexity a
 targets once per context length; strided windows score whole documents. All are reductions of one table of targets.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,7 @@ from flashtrain.evaluation.windows import (
     reached_lengths,
     short_windows,
     strided_windows,
+    tokens_fed,
 )
 
 CountWords = Callable[[np.ndarray], int]  # of the text of these token ids, (n,)
@@ -189,13 +190,14 @@ def evaluate_perplexity(
 ) -> Evaluation:
     """Score the validation documents and reduce the table; a progress bar runs on `console` meanwhile.
 
-    The model behind `nll` is in evaluation mode and good for the lengths (EvalOptions.validate). Raises UserError as
-    `plan_windows` and `read_keys`. follows_length: as there. journal: as `score` takes it.
+    Several ranks score together, and each returns the same. The model behind `nll` is in evaluation mode and good for
+    the lengths (EvalOptions.validate). Raises UserError as `plan_windows` and `read_keys`. follows_length: as there.
+    journal: as `score` takes it.
     """
     keys = _given_keys(options, conditions)
     plan = plan_windows(documents, options, follows_length)
     with _progress(console) as progress:
-        task = progress.add_task("perplexity", total=_tokens(plan.windows))
+        task = progress.add_task("perplexity", total=tokens_fed(plan.windows))
         table = score(
             nll,
             documents,
@@ -240,10 +242,6 @@ def _words(documents: Documents, whole: np.ndarray, count_words: CountWords) -> 
         return None
     sizes = documents.num_tokens[whole].tolist()
     return sum(count_words(documents.tokens(index, 1, size)) for index, size in zip(whole, sizes, strict=True))
-
-
-def _tokens(all_windows: Iterable[Windows]) -> int:
-    return sum(len(windows) * windows.length for windows in all_windows)
 
 
 def _progress(console: Console) -> Progress:

@@ -1,20 +1,22 @@
 """Score windows with a model and keep one row per target; every metric is a reduction of such a table.
 
 The model is a callable, so that this file knows no device, head or precision. The windows of a call are
-equally long: there is no padding that could be scored by mistake.
+equally long: there is no padding that could be scored by mistake. Several ranks take the batches in turn, the same
+ones in the same order as one would, and each has the whole table in the end.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from flashtrain import ranks
 from flashtrain.evaluation.journal import Journal
 from flashtrain.evaluation.table import TargetTable, concatenate
-from flashtrain.evaluation.windows import PURPOSES, Windows
+from flashtrain.evaluation.windows import PURPOSES, Windows, tokens_fed
 
 NOT_SCORED = -100  # cross-entropy's ignore index
 
@@ -75,33 +77,33 @@ def score(
 ) -> TargetTable:
     """Return the table of the windows' targets, in batches of at most `batch_tokens` tokens or one window.
 
-    bytes_per_token: (vocabulary,) integers. advance: called after each batch with the number of tokens fed.
-    journal: keeps what each batch came to; what it has already is not computed again.
+    bytes_per_token: (vocabulary,) integers. advance: called with the tokens of known batches, then of each round.
+    journal: keeps what batches came to; what it has already is not computed again. None on other ranks than the first.
     """
-    nlls = []
-    for windows in all_windows:
-        for batch in _batches(windows, batch_tokens):
-            count = int(windows.num_targets[batch].sum())
-            values = journal.take(count) if journal else None
-            if values is None:
-                values = _score_batch(nll, documents, windows, batch)
-                if journal:
-                    journal.append(values)
-            nlls.append(values)
-            advance(len(windows.documents[batch]) * windows.length)
+    known = journal.take(batch.num_targets.sum() for batch in _batches(all_windows, batch_tokens)) if journal else []
+    nlls = ranks.gathered(known)[0]
+    left = _batches(all_windows, batch_tokens)
+    advance(tokens_fed(islice(left, len(nlls))))
+    rank = ranks.rank()
+    while in_turn := list(islice(left, ranks.world_size())):
+        own = _score_batch(nll, documents, in_turn[rank]) if rank < len(in_turn) else np.empty(0, np.float32)
+        values = np.concatenate(ranks.gathered(own))
+        if journal:
+            journal.append(values)
+        nlls.append(values)
+        advance(tokens_fed(in_turn))
     return _table(documents, all_windows, np.concatenate(nlls), bytes_per_token)
 
 
-def _batches(windows: Windows, batch_tokens: int) -> Iterator[slice]:
-    rows = max(1, batch_tokens // windows.length)
-    return (slice(first, first + rows) for first in range(0, len(windows), rows))
+def _batches(all_windows: Iterable[Windows], batch_tokens: int) -> Iterator[Windows]:
+    return (batch for windows in all_windows for batch in windows.batches(batch_tokens))
 
 
-def _score_batch(nll: NllFunction, documents: Documents, windows: Windows, batch: slice) -> np.ndarray:
+def _score_batch(nll: NllFunction, documents: Documents, batch: Windows) -> np.ndarray:
     """(targets,) float32, window after window."""
-    columns = (windows.documents, windows.starts, windows.stops, windows.num_targets)
-    rows = list(zip(*(column[batch].tolist() for column in columns), strict=True))
-    inputs_BL = np.stack([documents.fed(d, start, start + windows.length) for d, start, _, _ in rows])
+    columns = (batch.documents, batch.starts, batch.stops, batch.num_targets)
+    rows = list(zip(*(column.tolist() for column in columns), strict=True))
+    inputs_BL = np.stack([documents.fed(d, start, start + batch.length) for d, start, _, _ in rows])
     targets_BL = np.full_like(inputs_BL, NOT_SCORED)
     for row, (document, start, stop, count) in zip(targets_BL, rows, strict=True):
         row[stop - count - 1 - start : stop - 1 - start] = documents.tokens(document, stop - count, stop)

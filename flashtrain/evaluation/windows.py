@@ -4,7 +4,7 @@ A document y is `[prefix] + tokens`, or its tokens alone; a window is some of y 
 Everything here is a deterministic function of document lengths: no model, no tokens, no randomness.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,17 @@ class Windows:
 
     def __len__(self) -> int:
         return len(self.documents)
+
+    def batches(self, batch_tokens: int) -> Iterator["Windows"]:
+        """The windows in order, as many at a time as are at most `batch_tokens` tokens, and at least one."""
+        rows = max(1, batch_tokens // self.length)
+        columns = (self.documents, self.starts, self.stops, self.num_targets)
+        for first in range(0, len(self), rows):
+            yield Windows(self.purpose, self.length, *(column[first : first + rows] for column in columns))
+
+
+def tokens_fed(all_windows: Iterable[Windows]) -> int:
+    return sum(len(windows) * windows.length for windows in all_windows)
 
 
 @dataclass(frozen=True)

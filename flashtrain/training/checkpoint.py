@@ -135,9 +135,9 @@ def written_whole(path: Path) -> Iterator[Path]:
         refusal = error if isinstance(error, OSError) else error.__context__
         if not isinstance(refusal, OSError):
             raise
-        raise UserError(
-            f"cannot write {path} ({refusal.strerror}); the one before it is whole: make room and resume"
-        ) from error
+        kept = newest_checkpoint(path.parent)
+        remedy = "the one before it is whole: make room and resume" if kept else "make room and start again"
+        raise UserError(f"cannot write {path} ({refusal.strerror}); {remedy}") from error
     finally:
         with contextlib.suppress(NotADirectoryError):
             partial.unlink(missing_ok=True)

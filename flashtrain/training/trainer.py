@@ -1,16 +1,14 @@
 """How Lightning's Trainer is set up so that it counts steps: one epoch whose batches are optimizer steps."""
 
-import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from lightning.fabric.strategies.launchers import subprocess_script as process_observer
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
-from flashtrain.ranks import Ranks
+from flashtrain.ranks import Ranks, silence_lightning
 from flashtrain.training.callbacks import Reporter, StopOnSignal
 from flashtrain.training.checkpoint import AtomicCheckpointIO, Checkpoints
 from flashtrain.training.meter import SpeedMeter
@@ -86,9 +84,7 @@ def build_trainer(
 
 def _silence() -> None:
     """Turn off Lightning's advice that does not apply here."""
-    for package in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(package).setLevel(logging.WARNING)
-    logging.getLogger(process_observer.__name__).setLevel(logging.INFO)  # tells of a rank that was killed
+    silence_lightning()
     for message in (
         "You're resuming from a checkpoint that ended before the epoch ended",  # the data starts at its step
         "The '.*_dataloader' does not have many workers",

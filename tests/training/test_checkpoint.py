@@ -126,7 +126,7 @@ def test_a_full_disk_ends_training_in_one_sentence(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"cannot write .* \(No space left on device\)"):
+    with pytest.raises(UserError, match=r"cannot write .* \(No space left on device\); make room and start again"):
         make_trainer(tmp_path, NUM_STEPS).fit(make_module(NUM_STEPS), datamodule=Steps(NUM_STEPS))
     assert not list((tmp_path / "checkpoints").iterdir())
 
