@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Eight 16-bit numbers are the 16 bytes that a thread loads at once. A thread has one lane, and a program as many as it
-# may: few programs at a time, so that their rows stay in the L2 cache for the second pass. Not measured.
+# Eight 16-bit numbers are the 16 bytes that a thread loads at once. A thread has one lane. H200, 4,096 rows of 50,304
+# in bf16, the least of 8 rounds: 0.338 ms with gradient and 0.153 without; 1,024 lanes 0.337 and 0.177, 2,048 0.393
+# and 0.195, 256 0.352 and 0.147. torch.compile of the plain path with gradient: 0.678.
 WIDTH = 8
-LANES = 1024
+LANES = 512
 NUM_WARPS = LANES // (64 if torch.version.hip else 32)
 
 
