@@ -359,7 +359,8 @@ def test_tensors_on_a_device_that_is_not_current(flash):
 
 @pytest.mark.gpu
 def test_captures_in_a_cuda_graph_and_replays_with_new_documents(flash):
-    inputs = flash.qkv(2, 256, 256, 4, 2, 64, dtype=torch.bfloat16)
+    """More tiles than multiprocessors: programs that take them from a counter need it at 0 in each replay."""
+    inputs = flash.qkv(2, 256, 256, 80, 2, 64, dtype=torch.bfloat16)
     masks = [CAUSAL.in_documents(documents(*rows)) for rows in (([256], [256]), ([100, 156], [1, 255]))]
     captured = CAUSAL.in_documents(documents([256], [256]))
     expected = [everything(flash, inputs, intervals) for intervals in masks]

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from flashtrain.kernels.attention import Intervals
+from flashtrain.kernels.attention.limits import FLASH_HOPPER_HEAD_DIMS
 
 triton = pytest.importorskip("triton")
 forward = pytest.importorskip("flashtrain.kernels.attention.flash_hopper.forward")
 launch = pytest.importorskip("flashtrain.kernels.attention.flash_hopper.launch")
 schedule = pytest.importorskip("flashtrain.kernels.attention.flash_hopper.schedule")
 geometry = pytest.importorskip("flashtrain.kernels.attention.geometry")
+pipeline = pytest.importorskip("flashtrain.kernels.attention.flash_hopper.pipeline")
 
 SMS, TOKENS, HIDDEN_SIZE = 132, 32768, 2048
 MASKS = {
@@ -136,6 +138,16 @@ def test_a_plan_is_made_once_for_each_shape_and_its_table_stays_where_it_is():
 def test_a_mask_that_leaves_few_keys_has_smaller_tiles(intervals, kv_len, few):
     assert launch.launch_of(64, intervals, kv_len, kv_len) == (launch.FEW_KEYS if few else launch.FORWARD)[64]
     assert launch.launch_of(72, intervals, kv_len, kv_len) == launch.FORWARD[128]
+
+
+def test_there_is_a_launch_for_each_limit_and_a_named_barrier_for_each_use():
+    assert tuple(launch.FORWARD) == FLASH_HOPPER_HEAD_DIMS
+    for rows in (*launch.FORWARD.values(), *launch.FEW_KEYS.values()):
+        # Triton takes 0, 1 and one for each partition but the first; the hardware has 16.
+        assert pipeline.FIRST_BARRIER.value >= 2 + rows.CONSUMERS
+        assert forward.FIRST_TURN.value + rows.CONSUMERS <= forward.FIRST_RING.value
+        assert forward.FIRST_RING.value + 2 * rows.SLOTS <= 16
+        assert rows.SLOTS & (rows.SLOTS - 1) == 0
 
 
 def test_costs_are_counted_on_the_host_whatever_the_default_device():
