@@ -49,7 +49,7 @@ from .schedule import block_at, query_tile, section, table, visits
 # Slots of Q's ring.
 Q_SLOTS: gl.constexpr = gl.constexpr(2)
 
-# Named barriers: a turn for each warpgroup that computes, then those of the rings.
+# Named barriers: a turn for each warpgroup that computes, at most 3, then those of the rings.
 FIRST_TURN: gl.constexpr = FIRST_BARRIER
 FIRST_RING: gl.constexpr = gl.constexpr(FIRST_BARRIER.value + 3)
 
@@ -246,7 +246,7 @@ def _compute(
         next_p_MN, unused_M, next_max_M, next_sum_MT = _softmax(
             s_MN, no_max_M, scale_log2e, cap, lo_M, hi_M, j, ANY_MASKED
         )
-        exists, b, h, first, unused_blocks = _tile(messages, n)
+        b, h, first = _tile(messages, n)[1:4]
         row_sum_M = gl.convert_layout(gl.sum(row_sum_MT, 1), S_ROWS)
         factor_M, lse_M = softmax_finish(row_max_M, row_sum_M, scale_log2e)
         tile_lse_ptr = lse_ptr + (b * num_q_heads + h).to(gl.int64) * q_len + first

@@ -87,7 +87,7 @@ def fetch(ring, n, desc, b, h, row, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def fetch_with_message(ring, messages, n, message, desc, b, h, row, needed, CONSUMERS: gl.constexpr):
-    """As fetch, if it is needed, and in any case with a message of integers beside it: a tuple."""
+    """Writes `message`, a tuple of integers, beside use n, and fetches the tile too where it is needed."""
     buffers, landed, free = ring
     slot = acquire(ring, n, CONSUMERS)
     LAYOUT: gl.constexpr = gl.BlockedLayout([MESSAGE], [32], [1], [0])
@@ -95,7 +95,7 @@ def fetch_with_message(ring, messages, n, message, desc, b, h, row, needed, CONS
     numbers = gl.zeros([MESSAGE], gl.int32, LAYOUT)
     for i in gl.static_range(len(message)):
         numbers = gl.where(place == i, message[i], numbers)
-    messages.index(n % messages.shape[0]).store(numbers)
+    messages.index(n & (messages.shape[0] - 1)).store(numbers)
     if needed:
         _copy(ring, slot, desc, b, h, row)
     else:
@@ -191,7 +191,7 @@ def message_at(messages, n):
     """A computing warpgroup, after it has waited for use n: the integers of its message, all that there is room for."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([MESSAGE], [32], [WARPGROUP // 32], [0])
     place = gl.arange(0, MESSAGE, LAYOUT)
-    numbers = messages.index(n % messages.shape[0]).load(LAYOUT)
+    numbers = messages.index(n & (messages.shape[0] - 1)).load(LAYOUT)
     message = ()
     for i in gl.static_range(MESSAGE):
         message = message + (gl.sum(gl.where(place == i, numbers, 0), 0),)
