@@ -5,7 +5,7 @@ The verbs share these steps; from here on code takes plain arguments.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +14,12 @@ from torch import Tensor
 
 from flashtrain import device as devices
 from flashtrain import runs
-from flashtrain.config import Config, DataConfig, TextDataConfig, refuse_all_but
+from flashtrain.config import Config, refuse_all_but
 from flashtrain.data.corpus import Corpus, open_corpus
 from flashtrain.data.digest import parts_digest
 from flashtrain.data.documents import stdlib_source, text_source
+from flashtrain.data.options import DataOptions, RecallOptions, TextOptions
+from flashtrain.data.recall import RecallCorpus, RecallTokenizer
 from flashtrain.data.tokenizer import Tokenizer, load_tokenizer
 from flashtrain.device import Device
 from flashtrain.errors import UserError
@@ -30,6 +32,9 @@ from flashtrain.model.head import token_nll
 from flashtrain.model.options import ModelOptions
 from flashtrain.model.rope_options import RopeOptions
 from flashtrain.training.checkpoint import load_weights
+
+Data = Corpus | RecallCorpus
+"""What a run reads: documents of text, or the rows of a task."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ def assemble(config: Config, *, trains: bool) -> Assembly:
     """Make it all, for rows of the training length and of the lengths to evaluate; the seed draws weights."""
     device = devices.resolve(config.trainer.device, config.trainer.precision, config.trainer.compile)
     device.set_tf32()
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = open_tokenizer(config.data)
     options = resolve_model(config.model, tokenizer)
     fed, piece = config.eval.fed_lengths(), config.eval.prefill_tokens
     lengths = [min(length, piece or length) for length in fed]
@@ -84,9 +89,16 @@ def assemble_run(config: Config) -> tuple[Assembly, int]:
     return assembly, step
 
 
-def open_data(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
-    """The tokenized corpus, built or found in the cache."""
-    source = text_source(data.path, data.column) if isinstance(data, TextDataConfig) else stdlib_source()
+def open_tokenizer(data: DataOptions) -> Tokenizer:
+    """What makes tokens of text: the one that is named, or that of the task."""
+    return RecallTokenizer(data) if isinstance(data, RecallOptions) else load_tokenizer(data.tokenizer)
+
+
+def open_data(data: DataOptions, tokenizer: Tokenizer) -> Data:
+    """The tokenized corpus, built or found in the cache, or the rows of a task."""
+    if isinstance(data, RecallOptions):
+        return RecallCorpus(data)
+    source = text_source(data.path, data.column) if isinstance(data, TextOptions) else stdlib_source()
     return open_corpus(
         source, tokenizer, cache_dir=data.cache_dir, validation_fraction=data.validation_fraction
     )
@@ -197,29 +209,34 @@ def weights_digest(model: GPT) -> str:
 
 
 def scorer(
-    model: GPT, device: Device, chunk_size: int, rope: RopeOptions | None, prefill_tokens: int | None
+    model: GPT,
+    device: Device,
+    chunk_size: int,
+    rope: RopeOptions | None,
+    prefill_tokens: int | None,
+    score_rows: Callable[..., Tensor] = token_nll,
 ) -> NllFunction:
     """What an evaluation asks for: (B, L) inputs and targets -> their negative log-likelihoods in nats.
 
     `rope`: as `GPT.forward` takes it. `prefill_tokens`: tokens of a row that are read at once, over a cache of those
-    before; None: all of them.
+    before; None: all of them. `score_rows`: of head.py; with `token_hits` the result is (2, B, L).
     """
 
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")  # every length and last batch would be compiled anew
-    def nll(inputs_BL: Tensor, targets_BL: Tensor) -> Tensor:
+    def scores(inputs_BL: Tensor, targets_BL: Tensor) -> Tensor:
         length = inputs_BL.shape[1]
         whole = prefill_tokens is None or length <= prefill_tokens
         cache = None if whole else KeyValueCache(model.options.windows, length)
         pieces = (tensor.split(length if whole else prefill_tokens, dim=1) for tensor in (inputs_BL, targets_BL))
-        return torch.cat([piece(inputs, targets, cache) for inputs, targets in zip(*pieces, strict=True)], dim=1)
+        return torch.cat([piece(inputs, targets, cache) for inputs, targets in zip(*pieces, strict=True)], dim=-1)
 
     def piece(inputs_BS: Tensor, targets_BS: Tensor, cache: KeyValueCache | None) -> Tensor:
         targets_BS = targets_BS.to(device.type)
         with device.autocast():
             hidden = model(inputs_BS.to(device.type), rope=rope, cache=cache).flatten(0, 1)
             vocab_size = model.options.vocab_size
-            rows = token_nll(hidden, model.head_weight, targets_BS.flatten(), vocab_size, chunk_size)
-        return rows.view_as(targets_BS)
+            rows = score_rows(hidden, model.head_weight, targets_BS.flatten(), vocab_size, chunk_size)
+        return rows.unflatten(-1, targets_BS.shape)
 
-    return nll
+    return scores

@@ -20,8 +20,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from flashtrain import runs
+from flashtrain.data.options import CorpusOptions, DataOptions, RecallOptions, TextOptions
 from flashtrain.errors import UserError
 from flashtrain.evaluation.options import EvalOptions
+from flashtrain.evaluation.recall import KEYS as RECALL_KEYS
 from flashtrain.model.checkpointing import MODES
 from flashtrain.model.options import ModelOptions
 from flashtrain.model.rope_options import TYPES, RopeOptions
@@ -46,28 +48,6 @@ class AttentionConfig:
     """A name of `flashtrain.kernels.attention.NAMES`; auto is the fastest that can do it, and is said."""
     deterministic: bool
     """Whether output and gradients have the same bits every run; what cannot promise that is refused."""
-
-
-@dataclass
-class DataConfig:
-    source: str
-    """Where documents come from: stdlib or text."""
-    tokenizer: str
-    """bytes, or the path of a tokenizer.json."""
-    validation_fraction: float
-    """The share of documents held out; a document is wholly in one part."""
-    isolate_documents: bool
-    """Whether the documents of a training row are apart: none sees, counts on from or predicts another."""
-    cache_dir: str
-    """Where tokenized corpora are kept, by tokenizer and content."""
-
-
-@dataclass
-class TextDataConfig(DataConfig):
-    path: str
-    """A text, jsonl or parquet file, or a folder of them."""
-    column: str | None
-    """The field of a jsonl or parquet row that holds the text; null: `text`."""
 
 
 @dataclass
@@ -153,7 +133,7 @@ class LoggerConfig:
 class Config:
     model: ModelOptions
     attention: AttentionConfig
-    data: DataConfig
+    data: DataOptions
     optimizer: OptimizerOptions
     schedule: ScheduleOptions
     trainer: TrainerConfig
@@ -177,7 +157,7 @@ class Config:
 
 # Groups whose choices have fields of their own -> the field that names the choice, and the dataclass of each name.
 CHOICES = {
-    "data": ("source", {"stdlib": DataConfig, "text": TextDataConfig}),
+    "data": ("source", {"stdlib": CorpusOptions, "text": TextOptions, "recall": RecallOptions}),
     "optimizer": ("name", OPTIMIZERS),
     "schedule": ("name", SCHEDULES),
 }
@@ -213,7 +193,11 @@ def settle(composed: DictConfig, overrides: list[str]) -> Config:
         composed = _of_saved_run(Path(composed.run), composed, overrides)
     config = OmegaConf.to_object(composed)
     config.optimizer = config.optimizer.resolve(config.model.hidden_size)
-    config.eval = config.eval.resolve(config.train.sequence_length, config.model.position_limit)
+    shortest = None
+    if isinstance(config.data, RecallOptions):
+        _refuse_for_recall(overrides)
+        shortest = config.data.shortest
+    config.eval = config.eval.resolve(config.train.sequence_length, config.model.position_limit, shortest)
     _refuse(contradictions(config))
     if by_word:
         _refuse_another_run(Path(config.output), config)
@@ -335,6 +319,17 @@ def _refuse_beside_runs(overrides: list[str]) -> None:
         )
 
 
+def _refuse_for_recall(overrides: list[str]) -> None:
+    """Raise UserError for what is given about the perplexity of text, which data=recall has not."""
+    evaluation = {key for key in given_keys(overrides) if key.startswith("eval.")}
+    used = [f"eval.{name}" for name in RECALL_KEYS]
+    if others := sorted(key for key in evaluation if not key.startswith(tuple(used))):
+        raise UserError(
+            f"{', '.join(others)} is of perplexity and data=recall is evaluated by recall, which takes "
+            f"{', '.join(used)}; leave it out"
+        )
+
+
 def _of_saved_run(folder: Path, composed: DictConfig, overrides: list[str]) -> DictConfig:
     """The settings of a saved run, with the changeable ones of the command line; other changes are refused."""
     settings = _saved(folder)
@@ -410,7 +405,7 @@ def contradictions(config: Config) -> list[str]:
         *config.model.validate(),
         *config.optimizer.validate(),
         *config.schedule.validate(),
-        *config.eval.validate(config.model.position_limit),
+        *_evaluation(config),
         *_evaluated_rope(config),
         *_generation(config.generate),
         *_invocation(config),
@@ -481,6 +476,21 @@ def _profile(profile_steps: list[int] | None, steps: int) -> list[str]:
         f"trainer.profile_steps is {profile_steps}; give the first and the last step to profile, as in "
         f"trainer.profile_steps=[{max(steps - 2, 1)},{steps}], counted from 1 and none beyond train.steps={steps}"
     ]
+
+
+def _evaluation(config: Config) -> list[str]:
+    options, limit = config.eval, config.model.position_limit
+    if not isinstance(config.data, RecallOptions):
+        return options.validate(limit)
+    if problems := [*config.data.validate(), *options.validate_lengths(limit)]:
+        return problems
+    if problems := config.data.problems_of_length("train.sequence_length", config.train.sequence_length):
+        return problems
+    for length in options.lengths:
+        problems += config.data.problems_of_length("eval.lengths", length)
+    if options.max_documents is None:
+        problems.append("eval.max_documents is null and rows of data=recall have no end; give a number")
+    return problems
 
 
 def _evaluated_rope(config: Config) -> list[str]:

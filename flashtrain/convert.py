@@ -9,14 +9,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from flashtrain import ranks, runs
-from flashtrain.assembly import open_data, resolve_model
+from flashtrain.assembly import open_data, open_tokenizer, resolve_model
 from flashtrain.config import Config, Root, given_keys, refuse_all_but, to_yaml
 from flashtrain.config import settle as settle_run
-from flashtrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from flashtrain.data.options import RecallOptions
+from flashtrain.data.tokenizer import FileTokenizer, load_tokenizer
 from flashtrain.entry import main
 from flashtrain.errors import UserError
 from flashtrain.interop import gguf
@@ -82,6 +83,8 @@ def settle(composed: DictConfig, overrides: list[str]) -> Import | Export | Unpa
         raise UserError(f"{', '.join(chosen)} is not to be chosen: the model is that of {source}; leave it out")
     if "experiment" in given:
         raise UserError(f"experiment=... brings a model of its own, and this one is that of {source}; leave it out")
+    if OmegaConf.get_type(composed.data) is RecallOptions:
+        raise UserError(f"data=recall has a vocabulary of its own and {source} another; say data=text or data=stdlib")
     settings = read_config(source)
     family, composed.model, training_length = read_settings(settings, str(source / CONFIG), source.resolve().name)
     composed.train.pretrained_length = training_length
@@ -126,7 +129,7 @@ def import_checkpoint(asked: Import) -> None:
         corpus=corpus.fingerprint, tokenizer=tokenizer.fingerprint, source=str(source), architecture=family.architecture
     )
     with runs.folder_made_whole(config.output, options.name) as folder:
-        if tokenizer.name != ByteTokenizer.name:
+        if isinstance(tokenizer, FileTokenizer):
             config.data.tokenizer = str(folder / TOKENIZER)
             runs.copy(tokenizer.name, folder / TOKENIZER)
         runs.write_whole(folder / runs.CONFIG_FILE, to_yaml(config))
@@ -139,7 +142,7 @@ def export_run(asked: Export) -> None:
     """Write the weights of a run as a checkpoint, in float32, of the first family that can express its model."""
     config = asked.config
     refuse_all_but(("run", "checkpoint", "output"), config)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = open_tokenizer(config.data)
     options = resolve_model(config.model, tokenizer)
     runs.require_same(Path(config.run), "tokenizer", tokenizer.fingerprint)
     model = _empty_model(options).to_empty(device="cpu")
@@ -147,10 +150,10 @@ def export_run(asked: Export) -> None:
     family, settings = write_settings(options, config.train.length_after(steps), tokenizer.prefix_id)
     with runs.folder_made_whole(asked.output, options.name) as folder:
         write_checkpoint(folder, settings, export_weights(family, options, model.state_dict()))
-        if tokenizer.name != ByteTokenizer.name:
+        if isinstance(tokenizer, FileTokenizer):
             runs.copy(tokenizer.name, folder / TOKENIZER)
-    if tokenizer.name == ByteTokenizer.name:
-        print(f"no {TOKENIZER}: ids are bytes, and {tokenizer.prefix_id} stands before a document")
+    if not isinstance(tokenizer, FileTokenizer):
+        print(f"no {TOKENIZER}: the tokenizer is {tokenizer.name}, and {tokenizer.prefix_id} stands before a document")
     print(f"wrote {folder}: {family.architecture} with the weights of {config.run}")
 
 

@@ -1,4 +1,4 @@
-"""Evaluate a finished run: perplexity at length, against context and by position.
+"""Evaluate a finished run: perplexity at length, against context and by position; of data=recall by what it recalls.
 
 `python -m flashtrain.evaluate run=DIR [eval.lengths=[...]] [attention=NAME]` scores; `python -m flashtrain.evaluate
 runs=[A,B]` compares what was scored.
@@ -12,10 +12,10 @@ from rich.console import Console
 
 from flashtrain import device as devices
 from flashtrain import ranks, runs
-from flashtrain.assembly import Assembly, assemble_run, open_data, scorer, weights_digest
+from flashtrain.assembly import Assembly, Data, assemble_run, open_data, scorer, weights_digest
 from flashtrain.config import Config, refuse_all_but
-from flashtrain.data.corpus import Corpus
 from flashtrain.data.digest import record_digest
+from flashtrain.data.recall import RecallCorpus
 from flashtrain.entry import main
 from flashtrain.errors import UserError
 from flashtrain.evaluation.comparison import read_finished, terminal_comparison, write_comparison
@@ -23,9 +23,12 @@ from flashtrain.evaluation.journal import Journal
 from flashtrain.evaluation.key_tokens import read_keys
 from flashtrain.evaluation.options import SELF, EvalOptions
 from flashtrain.evaluation.perplexity import Conditions, Evaluation, evaluate_perplexity
+from flashtrain.evaluation.recall import RecallEvaluation, evaluate_recall
+from flashtrain.evaluation.recall_report import terminal_recall, write_recall
 from flashtrain.evaluation.report import terminal_report, write_reports
 from flashtrain.evaluation.scoring import Documents
 from flashtrain.evaluation.windows import reached_lengths
+from flashtrain.model.head import token_hits
 from flashtrain.model.options import ModelOptions
 from flashtrain.model.rope_options import RopeOptions
 
@@ -50,13 +53,13 @@ def run(config: Config) -> None:
     journal = _journal(config, conditions) if mine.is_first else None
     if journal and journal.num_known:
         _say(console, f"going on after {journal.num_known:,} targets that are scored already ({journal.path})")
-    if mine.world_size > 1:
+    if mine.world_size > 1 and not isinstance(corpus, RecallCorpus):
         _say(console, f"windows are shared by {mine.world_size} ranks")
     with ranks.together("the same command goes on where they were"):
         ranks.start(mine)
         evaluation = measure(made, corpus, config, conditions, console, journal)
     if mine.is_first:
-        for path in write_reports(evaluation, runs.stamped_folder(journal.path.parent, made.variant)):
+        for path in write(evaluation, runs.stamped_folder(journal.path.parent, made.variant)):
             _say(console, f"wrote {path}")
         journal.remove()
 
@@ -81,8 +84,10 @@ def _say(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def unscorable(corpus: Corpus, options: EvalOptions) -> str | None:
+def unscorable(corpus: Data, options: EvalOptions) -> str | None:
     """Why no validation document can be scored, or None."""
+    if isinstance(corpus, RecallCorpus):  # it has documents of every length
+        return None
     try:
         reached_lengths(Documents(corpus.validation, options.prefix).num_tokens, options.lengths)
     except UserError as reason:
@@ -90,7 +95,7 @@ def unscorable(corpus: Corpus, options: EvalOptions) -> str | None:
     return None
 
 
-def require_key_tokens(corpus: Corpus, options: EvalOptions) -> None:
+def require_key_tokens(corpus: Data, options: EvalOptions) -> None:
     """Raise UserError where the file of key tokens that is named cannot be used on this corpus."""
     if options.key_tokens not in (None, SELF):
         read_keys(Path(options.key_tokens), corpus.text_fingerprint)
@@ -108,7 +113,7 @@ def count_words(text: str) -> int:
     return len(re.split(r"\s+", text))
 
 
-def conditions_of(made: Assembly, corpus: Corpus, config: Config, step: int) -> Conditions:
+def conditions_of(made: Assembly, corpus: Data, config: Config, step: int) -> Conditions:
     """What an evaluation of the model in `made`, trained for `step` steps, depends on beside its options."""
     training_length = config.train.length_after(step)
     rope = evaluated_rope(made.model.options, config.eval.rope, training_length)
@@ -133,18 +138,33 @@ def conditions_of(made: Assembly, corpus: Corpus, config: Config, step: int) -> 
 
 def measure(
     made: Assembly,
-    corpus: Corpus,
+    corpus: Data,
     config: Config,
     conditions: Conditions,
     console: Console,
     journal: Journal | None = None,
-) -> Evaluation:
-    """The evaluation of the model in `made`, shown on the console; ranks make it together."""
+) -> Evaluation | RecallEvaluation:
+    """The evaluation of the model in `made`, shown on the console.
+
+    Ranks make it together; recall each makes alike, and it keeps no journal.
+    """
     rope = evaluated_rope(made.model.options, config.eval.rope, conditions.training_length)
     if rope and rope != made.model.options.rope:
         console.print(f"{rope.describe()} in place of {made.model.options.rope.describe()}", highlight=False)
+    of_model = (made.model, made.device, config.trainer.head_chunk_tokens, rope, config.eval.prefill_tokens)
+    if isinstance(corpus, RecallCorpus):
+        recall = evaluate_recall(
+            scorer(*of_model, token_hits),
+            corpus.validation,
+            num_values=corpus.options.num_values,
+            options=config.eval,
+            conditions=conditions,
+            console=console,
+        )
+        console.print(terminal_recall(recall))
+        return recall
     evaluation = evaluate_perplexity(
-        scorer(made.model, made.device, config.trainer.head_chunk_tokens, rope, config.eval.prefill_tokens),
+        scorer(*of_model),
         Documents(corpus.validation, config.eval.prefix),
         bytes_per_token=made.tokenizer.bytes_per_token,
         count_words=lambda tokens: count_words(made.tokenizer.decode(tokens)),
@@ -156,6 +176,12 @@ def measure(
     )
     console.print(terminal_report(evaluation.curves))
     return evaluation
+
+
+def write(evaluation: Evaluation | RecallEvaluation, folder: Path) -> list[Path]:
+    """Write the files of an evaluation into `folder`; return their paths."""
+    writer = write_recall if isinstance(evaluation, RecallEvaluation) else write_reports
+    return writer(evaluation, folder)
 
 
 if __name__ == "__main__":

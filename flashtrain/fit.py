@@ -19,15 +19,14 @@ from rich.console import Console
 
 from flashtrain import device as devices
 from flashtrain import evaluate, generate, ranks, runs
-from flashtrain.assembly import Assembly, assemble, open_data
+from flashtrain.assembly import Assembly, Data, assemble, open_data
 from flashtrain.config import Config, TrainConfig, refuse_all_but, to_yaml
-from flashtrain.data.corpus import Corpus
 from flashtrain.data.datamodule import StepDataModule
 from flashtrain.device import Device
 from flashtrain.entry import main
 from flashtrain.errors import UserError
 from flashtrain.evaluation.perplexity import Evaluation
-from flashtrain.evaluation.report import write_reports
+from flashtrain.evaluation.recall import RecallEvaluation
 from flashtrain.model.attention import causal_window
 from flashtrain.model.gpt import GPT
 from flashtrain.model.head import summed_cross_entropy, token_nll
@@ -100,7 +99,8 @@ def run(config: Config) -> None:
         made.model.to(made.device.type).eval()  # Lightning has put it on the CPU
         if mine.is_first:
             runs.write_json(folder / runs.RESULT_FILE, result)
-            _sample(config, made, folder, console)
+            if config.generate.num_tokens:
+                _sample(config, made, folder, console)
         evaluation = _evaluate(config, made, corpus, console)
     if mine.is_first:
         _report(folder, result, evaluation, console)
@@ -145,7 +145,7 @@ def step_shape(train: TrainConfig, micro_batch_tokens: int, world_size: int) -> 
     return StepShape(rows, world_size, largest)
 
 
-def _data_module(config: Config, corpus: Corpus, shape: StepShape) -> StepDataModule:
+def _data_module(config: Config, corpus: Data, shape: StepShape) -> StepDataModule:
     train = config.train
     data = StepDataModule(
         corpus,
@@ -184,7 +184,7 @@ def _training_module(config: Config, made: Assembly, shape: StepShape, folder: P
 
 
 def _trainer(
-    config: Config, made: Assembly, corpus: Corpus, folder: Path, mine: Ranks, meter: SpeedMeter, console: Console
+    config: Config, made: Assembly, corpus: Data, folder: Path, mine: Ranks, meter: SpeedMeter, console: Console
 ) -> Trainer:
     """With loggers, a display and a trace on the first rank alone."""
     train, logs, first = config.train, folder / runs.LOG_FOLDER, mine.is_first
@@ -222,7 +222,7 @@ def _finished(config: Config) -> Path | None:
     return folder if (folder / runs.RESULT_FILE).exists() else None
 
 
-def _folder(config: Config, made: Assembly, corpus: Corpus, checkpoint: Path | None, world_size: int) -> Path:
+def _folder(config: Config, made: Assembly, corpus: Data, checkpoint: Path | None, world_size: int) -> Path:
     """The folder of this run, with its settings saved; a resumed one has to have the same corpus."""
     if checkpoint is not None:
         folder = checkpoint.parent.parent
@@ -250,7 +250,7 @@ def _folder(config: Config, made: Assembly, corpus: Corpus, checkpoint: Path | N
     return folder
 
 
-def _flops(config: Config, model: GPT, corpus: Corpus) -> dict[str, float]:
+def _flops(config: Config, model: GPT, corpus: Data) -> dict[str, float]:
     """FLOPs of a training token: the usual count, and one of only the keys that the layers' masks show.
 
     Where documents are apart a step shows more or fewer keys than another; counted is the mean of the training rows.
@@ -270,7 +270,7 @@ def _flops(config: Config, model: GPT, corpus: Corpus) -> dict[str, float]:
     return {"mfu": count(length), "mfu_visible": count(visible)}
 
 
-def _summary(config: Config, made: Assembly, corpus: Corpus, shape: StepShape, start: int) -> str:
+def _summary(config: Config, made: Assembly, corpus: Data, shape: StepShape, start: int) -> str:
     train = config.train
     return "\n".join(
         [
@@ -304,10 +304,9 @@ def predicted_peak(config: Config, made: Assembly, shape: StepShape) -> StepMemo
 
 def _result(module: TrainingModule, meter: SpeedMeter) -> dict[str, float]:
     """What the training came to; read before anything else uses the device's memory."""
-    result = {
-        "validation_loss": module.validation_metrics["val/loss"],
-        "bits_per_byte": module.validation_metrics["val/bits_per_byte"],
-    }
+    result = {"validation_loss": module.validation_metrics["val/loss"]}
+    if "val/bits_per_byte" in module.validation_metrics:
+        result["bits_per_byte"] = module.validation_metrics["val/bits_per_byte"]
     if speed := meter.average():
         result["tokens_per_second"] = speed
     if (memory := peak_memory_gib()) is not None:
@@ -322,21 +321,24 @@ def _sample(config: Config, made: Assembly, folder: Path, console: Console) -> N
     _say(console, text)
 
 
-def _evaluate(config: Config, made: Assembly, corpus: Corpus, console: Console) -> Evaluation | None:
-    """The perplexity curves, by all ranks together; None where no document is long enough."""
+def _evaluate(config: Config, made: Assembly, corpus: Data, console: Console) -> Evaluation | RecallEvaluation | None:
+    """By all ranks together; None where no document is long enough."""
     if evaluate.unscorable(corpus, config.eval):
         return None
-    console.rule("perplexity")
+    console.rule("evaluation")
     conditions = evaluate.conditions_of(made, corpus, config, config.train.steps)
     return evaluate.measure(made, corpus, config, conditions, console)
 
 
-def _report(folder: Path, result: dict[str, float], evaluation: Evaluation | None, console: Console) -> None:
+def _report(
+    folder: Path, result: dict[str, float], evaluation: Evaluation | RecallEvaluation | None, console: Console
+) -> None:
     """The result and where everything lies."""
-    reports = write_reports(evaluation, folder / runs.EVALUATION_FOLDER / "final") if evaluation else []
+    reports = evaluate.write(evaluation, folder / runs.EVALUATION_FOLDER / "final") if evaluation else []
     console.rule("result")
     _say(console, f"validation loss: {result['validation_loss']:.4f} nats per token")
-    _say(console, f"bits per byte: {result['bits_per_byte']:.2f}")
+    if "bits_per_byte" in result:
+        _say(console, f"bits per byte: {result['bits_per_byte']:.2f}")
     if "tokens_per_second" in result:
         _say(console, f"speed: {result['tokens_per_second']:,.0f} tokens/s")
     if "peak_memory_gib" in result:

@@ -211,7 +211,8 @@ def write_json(path: Path, values: dict[str, object]) -> None:
 def written(folder: Path) -> list[Path]:
     """What training left in the folder of a run, its evaluations apart."""
     files = [folder / name for name in (CONFIG_FILE, PROVENANCE_FILE, RESULT_FILE, SAMPLE_FILE)]
-    return files + [path for part in (CHECKPOINT_FOLDER, LOG_FOLDER) for path in sorted((folder / part).glob("*"))]
+    files += [path for part in (CHECKPOINT_FOLDER, LOG_FOLDER) for path in sorted((folder / part).glob("*"))]
+    return [path for path in files if path.exists()]
 
 
 def last_fault(folder: Path) -> Path | None:

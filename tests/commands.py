@@ -37,6 +37,14 @@ SMALL = [
     "trainer=cpu",
 ]
 
+SMALL_RECALL = [
+    *(word for word in SMALL if not word.startswith("eval.")),
+    "data.num_queries=4",
+    "eval.lengths=[16,64]",
+    "eval.max_documents=2",
+    "generate.num_tokens=0",
+]
+
 SMALL_CHECK = [
     "device=cpu",
     "masks=[full,causal,documents]",

@@ -147,7 +147,7 @@ def test_shards_are_read_as_one_file(home):
 def test_a_run_on_bytes_is_exported_without_a_tokenizer(home, capsys):
     run_command("python train.py data=text data.path=books output=run", *SMALL)
     convert("run=run", "output=exported")
-    assert "no tokenizer.json: ids are bytes, and 256 stands before a document" in capsys.readouterr().out
+    assert "no tokenizer.json: the tokenizer is bytes, and 256 stands before a document" in capsys.readouterr().out
     assert sorted(path.name for path in (home / "exported").iterdir()) == ["config.json", "model.safetensors"]
     config = json.loads((home / "exported/config.json").read_text())
     assert (config["model_type"], config["vocab_size"], config["bos_token_id"]) == ("qwen3", 257, 256)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from commands import compose
 
-from flashtrain.assembly import Assembly, resolve_model
-from flashtrain.data.tokenizer import load_tokenizer
+from flashtrain.assembly import Assembly, open_tokenizer, resolve_model
 from flashtrain.device import PRECISIONS, Device
 from flashtrain.fit import predicted_peak, step_shape
 from flashtrain.kernels.attention import attention
@@ -26,7 +25,7 @@ H200 = Device("cuda", PRECISIONS["bf16"], compile=True)
 
 
 def peak(config):
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = open_tokenizer(config.data)
     with torch.device("meta"):
         model = GPT(
             resolve_model(config.model, tokenizer),
@@ -53,3 +52,11 @@ def test_the_longest_row_does_not_fit_without_checkpointing(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     config = compose("experiment=gpt2_1m", "trainer.activation_checkpointing=none")
     assert peak(config).total > 2 * DEVICES["h200"].hbm_bytes
+
+
+def test_recall_is_evaluated_beyond_its_length(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = compose("experiment=recall")
+    assert (config.model.num_layers, config.model.positions, config.data.source) == (2, "rope", "recall")
+    assert config.train.sequence_length in config.eval.lengths[:-1]
+    assert peak(config).total < 7 / 8 * DEVICES["h200"].hbm_bytes

@@ -31,7 +31,7 @@ ALLOWED = {
     "runs": {"training"},
     "device": set(),
     "ranks": set(),
-    "config": {"runs", "device", "model", "training", "evaluation"},
+    "config": {"runs", "device", "data", "model", "training", "evaluation"},
     "assembly": {"config", "ranks", "runs", "device", DOOR, *NOUNS},
     "entry": {"config", "ranks", DOOR},
     "check": {"config", "runs", "device", "entry", "accuracy", DOOR},

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import SMALL, SMALL_BENCH, SMALL_CHECK, SMALL_EXPLAIN, VERBS, run_command
+from commands import SMALL, SMALL_BENCH, SMALL_CHECK, SMALL_EXPLAIN, SMALL_RECALL, VERBS, run_command
 from tiny_checkpoint import save_checkpoint
 
 from flashtrain.kernels.attention import markdown, support_table
@@ -39,12 +39,14 @@ def test_command_runs(folder, monkeypatch, command):
         small = SMALL_CHECK
     elif "flashtrain.explain" in command:
         small = SMALL_EXPLAIN
+    elif "flashtrain.generate" in command:
+        small = ["generate.num_tokens=4"]
+    elif "recall" in command:
+        small = SMALL_RECALL if "train.py" in command else ["eval.lengths=[64]"]
     elif "train.py" in command and "resume=" not in command:
         small = [*SMALL, "model.vocab_size=257"]
     elif "runs=[" in command or "convert run=" in command:
         small = []
-    elif "flashtrain.generate" in command:
-        small = ["generate.num_tokens=4"]
     else:
         small = ["generate.num_tokens=4", "eval.lengths=[65]"]
     if "sdpa_cudnn" in command:

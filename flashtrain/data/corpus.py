@@ -60,6 +60,10 @@ class TokenStream:
         start = i * sequence_length
         return self.tokens[start : start + sequence_length + 1]
 
+    def scored(self, i: int, sequence_length: int) -> slice:
+        """Which targets of row i are scored: all."""
+        return slice(None)
+
     def row_documents(self, i: int, sequence_length: int) -> np.ndarray:
         """(sequence_length + 1,) int32: the document that each token of row i is of, counted from 0 in the row."""
         start = i * sequence_length

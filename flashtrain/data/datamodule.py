@@ -14,15 +14,16 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from flashtrain.data.corpus import Corpus, TokenStream
 from flashtrain.data.order import rows_for_step
+from flashtrain.data.recall import RecallCorpus, RecallStream
 from flashtrain.errors import UserError
 
 NOT_SCORED = -100  # cross-entropy's ignore index
 
 Batch = dict[str, torch.Tensor]
-"""inputs and labels, each (rows, sequence_length) int64; a label is the token after its input. With documents apart
-also documents, the same shape in int32: which document of its row an input is of, never decreasing along the row; the
-label after a document's last input, the prefix token of the next, is `NOT_SCORED`. rows, (rows,) int64: which of the
-stream's each is."""
+"""inputs and labels, each (rows, sequence_length) int64; a label is the token after its input, or `NOT_SCORED` where
+the stream does not score it. With documents apart also documents, the same shape in int32: which document of its row an
+input is of, never decreasing along the row; the label after a document's last input, the prefix token of the next, is
+`NOT_SCORED`. rows, (rows,) int64: which of the stream's each is."""
 
 
 class StepDataModule(L.LightningDataModule):
@@ -39,7 +40,7 @@ class StepDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: Corpus | RecallCorpus,
         *,
         sequence_length: int,
         rows_per_step: int,
@@ -80,7 +81,9 @@ class StepDataModule(L.LightningDataModule):
             raise batch
         return batch
 
-    def _loader(self, stream: TokenStream, batches: Iterable[np.ndarray], num_workers: int) -> DataLoader:
+    def _loader(
+        self, stream: TokenStream | RecallStream, batches: Iterable[np.ndarray], num_workers: int
+    ) -> DataLoader:
         rows = _Rows(stream, self.sequence_length, self.isolate_documents)
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
         return DataLoader(
@@ -99,7 +102,7 @@ class _Rows(Dataset):
     A mistake of the user is returned instead of raised, since torch wraps what a worker raises in text of its own.
     """
 
-    def __init__(self, stream: TokenStream, sequence_length: int, isolate_documents: bool) -> None:
+    def __init__(self, stream: TokenStream | RecallStream, sequence_length: int, isolate_documents: bool) -> None:
         self._stream = stream
         self._sequence_length = sequence_length
         self._isolate_documents = isolate_documents
@@ -112,7 +115,11 @@ class _Rows(Dataset):
 
     def _read(self, rows: np.ndarray) -> Batch:
         tokens = np.stack([self._stream.row(row, self._sequence_length) for row in rows]).astype(np.int64)
-        batch = {"inputs": tokens[:, :-1].copy(), "labels": tokens[:, 1:].copy(), "rows": np.asarray(rows, np.int64)}
+        labels = np.full_like(tokens[:, 1:], NOT_SCORED)
+        for row, targets, row_labels in zip(rows, tokens[:, 1:], labels, strict=True):
+            scored = self._stream.scored(row, self._sequence_length)
+            row_labels[scored] = targets[scored]
+        batch = {"inputs": tokens[:, :-1].copy(), "labels": labels, "rows": np.asarray(rows, np.int64)}
         if self._isolate_documents:
             documents = np.stack([self._stream.row_documents(row, self._sequence_length) for row in rows])
             batch["labels"][documents[:, 1:] != documents[:, :-1]] = NOT_SCORED

@@ -59,7 +59,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(os.path.expanduser(name)))
 
 
-def _smallest_dtype(vocab_size: int) -> np.dtype:
+def smallest_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
@@ -71,7 +71,7 @@ class ByteTokenizer:
     vocab_size = 257
     prefix_id = 256
     bytes_per_token = np.array([1] * 256 + [0], np.int64)
-    dtype = _smallest_dtype(vocab_size)
+    dtype = smallest_dtype(vocab_size)
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(self.dtype)
@@ -108,7 +108,7 @@ class FileTokenizer:
         self.fingerprint = digest(content)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
         self.bytes_per_token, self._unknown = _bytes_per_token(self._tokenizer, self.vocab_size, path)
-        self.dtype = _smallest_dtype(self.vocab_size)
+        self.dtype = smallest_dtype(self.vocab_size)
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]

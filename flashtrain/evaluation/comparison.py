@@ -18,6 +18,7 @@ from rich.text import Text
 from flashtrain.charts import LINES, title
 from flashtrain.errors import UserError
 from flashtrain.evaluation.plot import shade_beyond, style_curve, style_stairs, three_panels
+from flashtrain.evaluation.recall_report import RECALL_FILE
 from flashtrain.evaluation.report import CSV_COLUMNS, JSON_FILE, figure_text
 
 PERPLEXITY, LOSS, BITS_PER_BYTE = "perplexity", "loss", "bits_per_byte"
@@ -60,6 +61,8 @@ def read_finished(folder: str, evaluations: str) -> Finished:
     """
     found = [Path(folder) / JSON_FILE, *(Path(folder) / evaluations).glob(f"*/{JSON_FILE}")]
     found = [path for path in found if path.is_file()]
+    if not found and [*Path(folder).glob(RECALL_FILE), *(Path(folder) / evaluations).glob(f"*/{RECALL_FILE}")]:
+        raise UserError(f"{folder} has an evaluation of recall, and comparisons are of perplexity; leave it out")
     if not found:
         raise UserError(
             f"{folder} is no evaluation and no run with one; make one with python -m flashtrain.evaluate run={folder}"

@@ -39,17 +39,21 @@ class EvalOptions:
     """Tokens of a window that go through the model at once, over a cache of the keys and values before them; null: all,
     in one forward."""
 
-    def resolve(self, training_length: int, max_positions: int | None) -> "EvalOptions":
-        """Return the options with lengths and stride written out."""
-        stride = self.window if self.stride is None else self.stride
-        return replace(self, lengths=self._lengths(training_length, max_positions), stride=stride)
+    def resolve(self, training_length: int, max_positions: int | None, shortest: int | None = None) -> "EvalOptions":
+        """Return the options with lengths and stride written out.
 
-    def _lengths(self, training_length: int, max_positions: int | None) -> list[int]:
+        shortest: the least of the lengths that a null stands for; None: one above `targets_per_anchor`.
+        """
+        stride = self.window if self.stride is None else self.stride
+        shortest = self.targets_per_anchor + 1 if shortest is None else shortest
+        return replace(self, lengths=self._lengths(training_length, max_positions, shortest), stride=stride)
+
+    def _lengths(self, training_length: int, max_positions: int | None, shortest: int) -> list[int]:
         if self.lengths is not None:
             return self.lengths
         longest = min(2 * training_length, max_positions or 2 * training_length)
         halvings = [longest >> times for times in range(MOST_DEFAULT_LENGTHS)]
-        lengths = sorted(length for length in halvings if length > self.targets_per_anchor)
+        lengths = sorted(length for length in halvings if length >= shortest)
         return lengths or [longest]
 
     def fed_lengths(self) -> list[int]:
@@ -63,25 +67,28 @@ class EvalOptions:
 
     def validate(self, max_positions: int | None) -> list[str]:
         """Return every problem, one sentence each; `max_positions` is the model's limit, None without one."""
+        problems = self.validate_lengths(max_positions) + self._strided(max_positions)
+        if self.prefix not in PREFIXES:
+            problems.append(f"eval.prefix={self.prefix} is not one of {', '.join(PREFIXES)}")
+        if self.lengths and (shortest := min(self.lengths)) <= self.targets_per_anchor:
+            problems.append(
+                f"eval.targets_per_anchor={self.targets_per_anchor} leaves no context at the shortest of "
+                f"eval.lengths, {shortest}; it must be below every length"
+            )
+        return problems
+
+    def validate_lengths(self, max_positions: int | None) -> list[str]:
+        """Return the problems of counts and lengths, whatever is measured at these."""
         problems = [
             f"eval.{name}={value} must be at least 1"
             for name in (*COUNTS, "window", "stride")
             if (value := getattr(self, name)) is not None and value < 1
         ]
-        problems += self._strided(max_positions)
-        if self.prefix not in PREFIXES:
-            problems.append(f"eval.prefix={self.prefix} is not one of {', '.join(PREFIXES)}")
         if not self.lengths:
             return [*problems, "eval.lengths is empty; give at least one, as in eval.lengths=[512,1024]"]
-        shortest, longest = min(self.lengths), max(self.lengths)
         if list(self.lengths) != sorted(set(self.lengths)):
             problems.append(f"eval.lengths={list(self.lengths)} must increase, each length once")
-        if shortest <= self.targets_per_anchor:
-            problems.append(
-                f"eval.targets_per_anchor={self.targets_per_anchor} leaves no context at the shortest of "
-                f"eval.lengths, {shortest}; it must be below every length"
-            )
-        if max_positions is not None and longest > max_positions:
+        if max_positions is not None and (longest := max(self.lengths)) > max_positions:
             problems.append(
                 f"eval.lengths reaches {longest} tokens and the model's learned positions end at "
                 f"{max_positions}; lower eval.lengths, or train with model.positions=rope"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flashtrain.evaluation.journal import Journal
 from flashtrain.evaluation.key_tokens import (
@@ -32,6 +31,7 @@ from flashtrain.evaluation.metrics import (
     ppl_vs_context,
 )
 from flashtrain.evaluation.options import SELF, EvalOptions
+from flashtrain.evaluation.progress import tokens_bar
 from flashtrain.evaluation.scoring import Documents, NllFunction, score
 from flashtrain.evaluation.table import TargetTable
 from flashtrain.evaluation.windows import (
@@ -196,7 +196,7 @@ def evaluate_perplexity(
     """
     keys = _given_keys(options, conditions)
     plan = plan_windows(documents, options, follows_length)
-    with _progress(console) as progress:
+    with tokens_bar(console) as progress:
         task = progress.add_task("perplexity", total=tokens_fed(plan.windows))
         table = score(
             nll,
@@ -242,14 +242,3 @@ def _words(documents: Documents, whole: np.ndarray, count_words: CountWords) -> 
         return None
     sizes = documents.num_tokens[whole].tolist()
     return sum(count_words(documents.tokens(index, 1, size)) for index, size in zip(whole, sizes, strict=True))
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from flashtrain.evaluation.key_tokens import LEAST_GAIN, MOST_NLL, KeyScore, write_keys
 from flashtrain.evaluation.metrics import Score, byte_perplexity, word_perplexity
-from flashtrain.evaluation.perplexity import Evaluation, PerplexityCurves, Strided
+from flashtrain.evaluation.perplexity import Conditions, Evaluation, PerplexityCurves, Strided
 from flashtrain.evaluation.plot import save_plot
 from flashtrain.evaluation.table import write_table
 
@@ -185,22 +185,29 @@ def describe_conditions(curves: PerplexityCurves) -> str:
     """What the figures depend on."""
     given = curves.conditions
     return (
-        f"{given.model} at step {given.step:,}, trained on {given.training_length:,} tokens in a row; "
-        f"{given.positions}; "
-        f"{given.attention} attention, {given.precision}; {given.corpus} corpus "
-        f"{given.corpus_fingerprint[:8]}; {given.tokenizer} tokens, {given.prefix_id} "
+        f"{describe_model(given)}, {given.prefix_id} "
         f"{PREFIX_PLACES[curves.options.prefix]}; positions count from 0 in each window."
     )
 
 
+def describe_model(given: Conditions) -> str:
+    """Which model was evaluated, how it was computed and on what data; without a full stop."""
+    return (
+        f"{given.model} at step {given.step:,}, trained on {given.training_length:,} tokens in a row; "
+        f"{given.positions}; "
+        f"{given.attention} attention, {given.precision}; {given.corpus} corpus "
+        f"{given.corpus_fingerprint[:8]}; {given.tokenizer} tokens"
+    )
+
+
 def _length_table(curves: PerplexityCurves) -> Table:
-    table = _table("Perplexity of the first L tokens, and against L tokens of context")
+    table = plain_table("Perplexity of the first L tokens, and against L tokens of context")
     for heading in ("L", "ppl at length", "macro ppl", "bits/byte", "ppl vs context", "bits/byte"):
         table.add_column(heading, justify="right")
     for length, score in curves.at_length.items():
         in_context = curves.vs_context[length]
         table.add_row(
-            _marked(f"{length:,}", curves.beyond_training(length)),
+            marked(f"{length:,}", curves.beyond_training(length)),
             figure_text(score.perplexity),
             figure_text(curves.at_length_macro[length]),
             figure_text(score.bits_per_byte),
@@ -208,18 +215,18 @@ def _length_table(curves: PerplexityCurves) -> Table:
             figure_text(in_context.bits_per_byte),
         )
     for length in curves.unreached:
-        table.add_row(_marked(f"{length:,}", False), "not scored", style="dim")
+        table.add_row(marked(f"{length:,}", False), "not scored", style="dim")
     return table
 
 
 def _position_table(curves: PerplexityCurves) -> Table:
-    table = _table("Loss by position in the document")
+    table = plain_table("Loss by position in the document")
     for heading in ("position", "loss", "ppl", "bits/byte", "targets"):
         table.add_column(heading, justify="right")
     for (start, stop), score in curves.by_position.items():
         positions = f"{start:,}" if stop == start + 1 else f"{start:,} to {stop - 1:,}"
         table.add_row(
-            _marked(positions, curves.beyond_training(stop)),
+            marked(positions, curves.beyond_training(stop)),
             figure_text(score.loss),
             figure_text(score.perplexity),
             figure_text(score.bits_per_byte),
@@ -230,7 +237,7 @@ def _position_table(curves: PerplexityCurves) -> Table:
 
 def _strided_table(curves: PerplexityCurves, strided: Strided) -> Table:
     options, score = curves.options, strided.score
-    table = _table(f"Whole documents, window {options.window:,}, stride {options.stride:,}")
+    table = plain_table(f"Whole documents, window {options.window:,}, stride {options.stride:,}")
     for heading in ("ppl", "bits/byte", "word ppl", "byte ppl", "targets", "documents"):
         table.add_column(heading, justify="right")
     compatible = _compatible(strided)
@@ -246,7 +253,7 @@ def _strided_table(curves: PerplexityCurves, strided: Strided) -> Table:
 
 
 def _key_table(keys: KeyScore) -> Table:
-    table = _table("Key tokens, which need long context")
+    table = plain_table("Key tokens, which need long context")
     for heading in ("key ppl", "key targets", "share"):
         table.add_column(heading, justify="right")
     perplexity = figure_text(keys.score.perplexity) if keys.score else "no key target"
@@ -254,11 +261,11 @@ def _key_table(keys: KeyScore) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
+def plain_table(title: str) -> Table:
     return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
 
 
-def _marked(text: str, beyond_training: bool) -> str:
+def marked(text: str, beyond_training: bool) -> str:
     return f"{text} *" if beyond_training else f"{text}  "
 
 

@@ -1,9 +1,10 @@
 """The table of scored targets, of which every metric is a reduction, and the parquet file that it is kept in."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -31,10 +32,10 @@ class TargetTable:
     def __len__(self) -> int:
         return len(self.nll)
 
-    def where(self, mask: np.ndarray) -> "TargetTable":
-        return TargetTable(*(column[mask] for column in vars(self).values()))
+    def where(self, mask: np.ndarray) -> Self:
+        return type(self)(*(column[mask] for column in vars(self).values()))
 
-    def of(self, purpose: str, length: int | None = None) -> "TargetTable":
+    def of(self, purpose: str, length: int | None = None) -> Self:
         """The rows that were scored for `purpose`, in windows of `length` tokens if that is given."""
         chosen = self.purpose == PURPOSES.index(purpose)
         return self.where(chosen if length is None else chosen & (self.length == length))
@@ -44,9 +45,20 @@ class TargetTable:
         return np.unique(self.length[self.purpose == PURPOSES.index(purpose)]).tolist()
 
 
-def concatenate(tables: Iterable[TargetTable]) -> TargetTable:
-    """The rows of all tables, of at least one."""
-    return TargetTable(*map(np.concatenate, zip(*(vars(table).values() for table in tables), strict=True)))
+@dataclass(frozen=True)
+class RecallTable(TargetTable):
+    """Targets that are answers: each says again what its document said once (data/recall.py)."""
+
+    correct: np.ndarray  # bool, whether the target was the most probable token
+    depth: np.ndarray  # float32, where it was said among all that was: 0 the first, 1 the last
+
+
+Table = TypeVar("Table", bound=TargetTable)
+
+
+def concatenate(tables: Sequence[Table]) -> Table:
+    """The rows of all tables, of one kind and at least one."""
+    return type(tables[0])(*map(np.concatenate, zip(*(vars(table).values() for table in tables), strict=True)))
 
 
 def write_table(table: TargetTable, path: Path, facts: dict) -> None:
@@ -56,12 +68,12 @@ def write_table(table: TargetTable, path: Path, facts: dict) -> None:
     pq.write_table(written, path, compression="zstd")
 
 
-def read_table(path: Path) -> tuple[TargetTable, dict]:
-    """The table and the facts of a file that `write_table` wrote."""
+def read_table(path: Path, kind: type[Table] = TargetTable) -> tuple[Table, dict]:
+    """The table and the facts of a file that `write_table` wrote of a table of that kind."""
     stored = pq.read_table(path)
-    columns = {field.name: stored[field.name].combine_chunks() for field in fields(TargetTable)}
+    columns = {field.name: stored[field.name].combine_chunks() for field in fields(kind)}
     purpose = columns.pop("purpose")
     codes = np.array([PURPOSES.index(name) for name in purpose.dictionary.to_pylist()], np.int8)
-    numbers = {name: column.to_numpy() for name, column in columns.items()}
-    table = TargetTable(purpose=codes[purpose.indices.to_numpy()], **numbers)
+    numbers = {name: column.to_numpy(zero_copy_only=False) for name, column in columns.items()}
+    table = kind(purpose=codes[purpose.indices.to_numpy()], **numbers)
     return table, json.loads(stored.schema.metadata[METADATA])

@@ -11,10 +11,10 @@ import numpy as np
 
 from flashtrain.errors import UserError
 
-OPENING, CONTEXT, STRIDED, SHORT = "opening", "context", "strided", "short"
-PURPOSES = (OPENING, CONTEXT, STRIDED, SHORT)
+OPENING, CONTEXT, STRIDED, SHORT, RECALL = "opening", "context", "strided", "short", "recall"
+PURPOSES = (OPENING, CONTEXT, STRIDED, SHORT, RECALL)
 """What windows are scored for: first tokens of documents, the same targets in contexts of several lengths, whole
-documents, and targets of openings in a short context."""
+documents, targets of openings in a short context, and answers to queries."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ N rows, C hidden size, V padded vocabulary, n rows of one chunk.
 """
 
 import importlib.util
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +45,6 @@ def summed_cross_entropy(
         return _SummedCrossEntropy.apply(hidden_NC, weight_VC, targets_N, vocab_size, chunk_size, dtype)
 
 
-@torch.no_grad()
 def token_nll(
     hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, vocab_size: int, chunk_size: int
 ) -> Tensor:
@@ -52,17 +52,36 @@ def token_nll(
 
     Arguments as in `summed_cross_entropy`.
     """
+    return torch.cat(_of_chunks(_nll, hidden_NC, weight_VC, targets_N, vocab_size, chunk_size))
+
+
+def token_hits(
+    hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, vocab_size: int, chunk_size: int
+) -> Tensor:
+    """Return `token_nll` and, as 1 or 0, whether the target is the most probable token: (2, N) float32.
+
+    Arguments as in `summed_cross_entropy`; of equally probable tokens the first is the most probable.
+    """
+    return torch.cat(_of_chunks(_nll_and_hit, hidden_NC, weight_VC, targets_N, vocab_size, chunk_size), dim=1)
+
+
+@torch.no_grad()
+def _of_chunks(
+    function: Callable[[Tensor, Tensor, int], Tensor],
+    hidden_NC: Tensor,
+    weight_VC: Tensor,
+    targets_N: Tensor,
+    vocab_size: int,
+    chunk_size: int,
+) -> list[Tensor]:
+    """Return function(logits (n, V), targets (n,), vocab_size) of each chunk of rows."""
     dtype = activation_dtype(hidden_NC)
     with torch.autocast(hidden_NC.device.type, enabled=False):
         weight_VC = weight_VC.to(dtype)
-        return torch.cat(
-            [
-                _nll(F.linear(hidden_nC.to(dtype), weight_VC), targets_n, vocab_size)
-                for hidden_nC, targets_n in zip(
-                    hidden_NC.split(chunk_size), targets_N.split(chunk_size), strict=True
-                )
-            ]
-        )
+        return [
+            function(F.linear(hidden_nC.to(dtype), weight_VC), targets_n, vocab_size)
+            for hidden_nC, targets_n in zip(hidden_NC.split(chunk_size), targets_N.split(chunk_size), strict=True)
+        ]
 
 
 def next_logits(hidden_BC: Tensor, weight_VC: Tensor, vocab_size: int) -> Tensor:
@@ -111,6 +130,12 @@ def _nll(logits_nV: Tensor, targets_n: Tensor, vocab_size: int) -> Tensor:
 
         return nll(logits_nV, targets_n, vocab_size, IGNORED)
     return _pick_nll(_log_probabilities(logits_nV, vocab_size), targets_n)
+
+
+def _nll_and_hit(logits_nV: Tensor, targets_n: Tensor, vocab_size: int) -> Tensor:
+    """Return what `_nll` does, and whether the largest logit is the target's, (2, n)."""
+    nll_n = _nll(logits_nV, targets_n, vocab_size)
+    return torch.stack([nll_n, (logits_nV[:, :vocab_size].argmax(dim=1) == targets_n).to(nll_n.dtype)])
 
 
 def _nll_and_gradient(logits_nV: Tensor, targets_n: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

@@ -101,7 +101,7 @@ class Reporter(Callback):
             self._meter.resume()
             step, metrics = trainer.global_step, pl_module.validation_metrics
             log_metrics(trainer, metrics, step)
-            self._display.note(step, validation_status(metrics["val/loss"], metrics["val/bits_per_byte"]))
+            self._display.note(step, validation_status(metrics["val/loss"], metrics.get("val/bits_per_byte")))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._tell(trainer)

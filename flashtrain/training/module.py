@@ -75,7 +75,7 @@ class TrainingModule(LightningModule):
         """Set to end training after the step under way, or with several ranks after the next; the steps that are left
         can be resumed."""
         self.validation_metrics: dict[str, float] = {}
-        """`val/loss` (nats per target) and `val/bits_per_byte` of the last validation."""
+        """`val/loss` (nats per target) and, of text, `val/bits_per_byte` of the last validation."""
         self.skipped_before = 0
         """Steps that were skipped before this process went on with the run."""
         self._sum_nll = sum_nll
@@ -210,10 +210,9 @@ class TrainingModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         nll, num_targets, nll_of_bytes, num_bytes = ranks.summed(self._validation_sums).tolist()
-        self.validation_metrics = {
-            "val/loss": nll / num_targets,
-            "val/bits_per_byte": nll_of_bytes / (math.log(2) * num_bytes),
-        }
+        self.validation_metrics = {"val/loss": nll / num_targets}
+        if num_bytes:
+            self.validation_metrics["val/bits_per_byte"] = nll_of_bytes / (math.log(2) * num_bytes)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.finish_step()

@@ -41,8 +41,9 @@ def training_status(metrics: Mapping[str, float], mfu_names: Iterable[str], seco
     return "  ".join(parts)
 
 
-def validation_status(loss: float, bits_per_byte: float) -> str:
-    return f"validation loss {loss:.4f}  {bits_per_byte:.4f} bits per byte"
+def validation_status(loss: float, bits_per_byte: float | None) -> str:
+    """One line; None where targets are no text."""
+    return f"validation loss {loss:.4f}" + ("" if bits_per_byte is None else f"  {bits_per_byte:.4f} bits per byte")
 
 
 def _line(step: int, num_steps: int, status: str) -> str:

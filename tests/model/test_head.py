@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flashtrain.model.head import next_logits, summed_cross_entropy, token_nll
+from flashtrain.model.head import next_logits, summed_cross_entropy, token_hits, token_nll
 
 VOCAB_SIZE, PADDED = 1000, 1024
 
@@ -33,6 +33,18 @@ def test_loss_and_gradients_are_those_of_cross_entropy(chunk_size):
     actual_gradients = torch.autograd.grad(loss, (hidden, weight))
     for actual, wanted in zip(actual_gradients, torch.autograd.grad(expected, (hidden, weight)), strict=True):
         torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_size", [64, 1000])
+def test_a_hit_is_the_most_probable_token(chunk_size):
+    hidden, weight, targets = make_inputs()
+    logits = F.linear(hidden, weight)
+    assert (logits.argmax(dim=1) >= VOCAB_SIZE).any(), "padding has the largest logit somewhere, and is no token"
+    best = logits[:, :VOCAB_SIZE].argmax(dim=1)
+    targets[:75] = best[:75]
+    nll, hits = token_hits(hidden, weight, targets, VOCAB_SIZE, chunk_size)
+    assert torch.equal(nll, token_nll(hidden, weight, targets, VOCAB_SIZE, chunk_size))
+    assert torch.equal(hits, (targets == best).to(hits.dtype)) and 75 <= hits.sum() < 150
 
 
 @pytest.mark.parametrize("hidden_dtype", [torch.bfloat16, torch.float32], ids=["hidden-bf16", "hidden-fp32"])
