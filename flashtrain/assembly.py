@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashtrain import device as devices
 from flashtrain import runs
-from flashtrain.config import Config, refuse_all_but
+from flashtrain.config import Config, refuse_all_but, saved_model
 from flashtrain.data.corpus import Corpus, open_corpus
 from flashtrain.data.digest import parts_digest
 from flashtrain.data.documents import stdlib_source, text_source
@@ -32,6 +32,9 @@ from flashtrain.model.head import token_nll
 from flashtrain.model.options import ModelOptions
 from flashtrain.model.rope_options import RopeOptions
 from flashtrain.training.checkpoint import load_weights
+
+# What of a model may change where it starts from the weights of another: how it is called, and what its layers see.
+MAY_DIFFER = ("name", "rope", "windows")
 
 Data = Corpus | RecallCorpus
 """What a run reads: documents of text, or the rows of a task."""
@@ -87,6 +90,28 @@ def assemble_run(config: Config) -> tuple[Assembly, int]:
     step = load_weights(assembly.model, runs.checkpoint(Path(config.run), config.checkpoint))
     assembly.model.eval()
     return assembly, step
+
+
+def load_initial_weights(made: Assembly, place: str) -> int:
+    """Give the model the weights of the run `place`, or of one of its checkpoints; the step that these are from.
+
+    Raises UserError where that run has another tokenizer, or another model in more than `MAY_DIFFER`.
+    """
+    folder = runs.folder_of(place)
+    if runs.read_provenance(folder).get("tokenizer") != made.tokenizer.fingerprint:
+        raise UserError(
+            f"train.init_from={place} was trained with another tokenizer than {made.tokenizer.name}, whose tokens its "
+            "weights do not know; give its own with data.tokenizer=..., or its own data"
+        )
+    here, there = vars(made.model.options), vars(resolve_model(saved_model(folder), made.tokenizer))
+    names = [name for name in here if name not in MAY_DIFFER and here[name] != there[name]]
+    if names:
+        differences = "; ".join(f"model.{name} is {there[name]} there and {here[name]} here" for name in names)
+        raise UserError(
+            f"train.init_from={place} is of another model: {differences}; give the settings that it was trained with, "
+            "of which model.rope and model.windows may change"
+        )
+    return load_weights(made.model, runs.checkpoint_of(place))
 
 
 def open_tokenizer(data: DataOptions) -> Tokenizer:

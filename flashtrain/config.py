@@ -27,11 +27,15 @@ from flashtrain.evaluation.recall import KEYS as RECALL_KEYS
 from flashtrain.model.checkpointing import MODES
 from flashtrain.model.options import ModelOptions
 from flashtrain.model.rope_options import TYPES, RopeOptions
+from flashtrain.training.checkpoint import read_checkpoint
 from flashtrain.training.optim import OPTIMIZERS, OptimizerOptions
 from flashtrain.training.schedule import SCHEDULES, ScheduleOptions
 
 # What a command may change on a finished or interrupted run; everything else makes it another run.
 CHANGEABLE = ("attention", "trainer", "eval", "generate", "logger")
+
+# Of what the weights are that a run starts from, which it finds out.
+PRETRAINED_LENGTH = "train.pretrained_length"
 
 MOST_SEEDS = 2**32
 
@@ -70,8 +74,11 @@ class TrainConfig:
     """Optimizer steps between weights that are kept for ever, without what resuming takes; null: none."""
     log_every: int
     """Optimizer steps between logged rows."""
+    init_from: str | None = None
+    """Folder of a run whose weights this one starts from, or one of its checkpoints; the optimizer starts anew. null:
+    weights are drawn."""
     pretrained_length: int | None = None
-    """Tokens in a row that the weights were trained with before this run; null: they were drawn for it."""
+    """Tokens in a row that the weights were trained with before this run, not to be chosen; null: they were drawn."""
 
     def length_after(self, steps: int) -> int:
         """Tokens in a row that the weights after `steps` steps of this run were trained with, the longest."""
@@ -191,6 +198,10 @@ def settle(composed: DictConfig, overrides: list[str]) -> Config:
         composed = _of_saved_run(runs.folder_of(composed.resume), composed, overrides)
     elif composed.run:
         composed = _of_saved_run(Path(composed.run), composed, overrides)
+    elif composed.train.init_from:
+        composed.train.pretrained_length = _length_of_weights(composed.train.init_from)
+    if PRETRAINED_LENGTH in given_keys(overrides) and not (folders["resume"] or composed.run):
+        raise UserError(f"{PRETRAINED_LENGTH} is not to be chosen, it is that of train.init_from; leave it out")
     config = OmegaConf.to_object(composed)
     config.optimizer = config.optimizer.resolve(config.model.hidden_size)
     shortest = None
@@ -363,6 +374,20 @@ def _refuse_another_run(folder: Path, config: Config) -> None:
             f"{folder} was made with other settings: {'; '.join(differences)}; give those that are there, or another "
             f"output, since only {', '.join(CHANGEABLE)} may change"
         )
+
+
+def saved_model(folder: Path) -> ModelOptions:
+    """The model of the run in `folder`. Raises UserError where there is none."""
+    return OmegaConf.to_object(_saved(folder).model)
+
+
+def _length_of_weights(place: str) -> int:
+    """Tokens in a row that the weights of a run, or in one of its checkpoints, were trained with."""
+    try:
+        train = OmegaConf.to_object(_saved(runs.folder_of(place)).train)
+        return train.length_after(read_checkpoint(runs.checkpoint_of(place))["global_step"])
+    except UserError as error:
+        raise UserError(f"train.init_from={place} has no weights to start from: {error}") from None
 
 
 def _saved(folder: Path) -> DictConfig:

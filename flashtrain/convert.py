@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashtrain import ranks, runs
 from flashtrain.assembly import open_data, open_tokenizer, resolve_model
-from flashtrain.config import Config, Root, given_keys, refuse_all_but, to_yaml
+from flashtrain.config import PRETRAINED_LENGTH, Config, Root, given_keys, refuse_all_but, to_yaml
 from flashtrain.config import settle as settle_run
 from flashtrain.data.options import RecallOptions
 from flashtrain.data.tokenizer import FileTokenizer, load_tokenizer
@@ -29,7 +29,7 @@ from flashtrain.model.gpt import GPT
 from flashtrain.model.options import ModelOptions
 from flashtrain.training.checkpoint import MODEL_PREFIX, load_weights, written_whole
 
-PRETRAINED_LENGTH = "train.pretrained_length"
+OF_WEIGHTS = (PRETRAINED_LENGTH, "train.init_from")
 
 
 @dataclass
@@ -79,7 +79,7 @@ def settle(composed: DictConfig, overrides: list[str]) -> Import | Export | Unpa
         if others := sorted(given - {"source", "output"}):
             raise UserError(f"{', '.join(others)} is for a run, and {source} becomes a checkpoint first; leave it out")
         return Unpacking(source, composed.output)
-    if chosen := sorted(key for key in given if key.split(".")[0] == "model" or key == PRETRAINED_LENGTH):
+    if chosen := sorted(key for key in given if key.split(".")[0] == "model" or key in OF_WEIGHTS):
         raise UserError(f"{', '.join(chosen)} is not to be chosen: the model is that of {source}; leave it out")
     if "experiment" in given:
         raise UserError(f"experiment=... brings a model of its own, and this one is that of {source}; leave it out")

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from flashtrain import device as devices
 from flashtrain import evaluate, generate, ranks, runs
-from flashtrain.assembly import Assembly, Data, assemble, open_data
+from flashtrain.assembly import Assembly, Data, assemble, load_initial_weights, open_data, weights_digest
 from flashtrain.config import Config, TrainConfig, refuse_all_but, to_yaml
 from flashtrain.data.datamodule import StepDataModule
 from flashtrain.device import Device
@@ -74,6 +74,10 @@ def run(config: Config) -> None:
     made = assemble(config, trains=True)
     if checkpoint is not None and step == 0:  # converted, or stopped before its first step: nothing else matters
         load_weights(made.model, checkpoint)
+    start = f"after step {step:,}" if step else "a new run"
+    if checkpoint is None and config.train.init_from:
+        initial_step = load_initial_weights(made, config.train.init_from)
+        start += f", from the weights of {config.train.init_from} after step {initial_step:,}"
     corpus = open_data(config.data, made.tokenizer)
     shape = step_shape(config.train, config.trainer.micro_batch_tokens, mine.world_size)
     data = _data_module(config, corpus, shape)
@@ -84,7 +88,7 @@ def run(config: Config) -> None:
     module = _training_module(config, made, shape, folder)
     meter = SpeedMeter(config.train.tokens_per_step)
     trainer = _trainer(config, made, corpus, folder, mine, meter, console)
-    log.info(_summary(config, made, corpus, shape, step))
+    log.info(_summary(config, made, corpus, shape, start))
     predicted = predicted_peak(config, made, shape)
     log.info("memory: predicted peak %s", predicted)
     with ranks.together("evaluate what is trained with run=DIR"):
@@ -246,6 +250,8 @@ def _folder(config: Config, made: Assembly, corpus: Data, checkpoint: Path | Non
         ranks=world_size,
         parameters=made.model.num_parameters(),
     )
+    if config.train.init_from:
+        facts["initial_weights"] = weights_digest(made.model)
     runs.write_json(folder / runs.PROVENANCE_FILE, facts)
     return folder
 
@@ -270,7 +276,7 @@ def _flops(config: Config, model: GPT, corpus: Data) -> dict[str, float]:
     return {"mfu": count(length), "mfu_visible": count(visible)}
 
 
-def _summary(config: Config, made: Assembly, corpus: Data, shape: StepShape, start: int) -> str:
+def _summary(config: Config, made: Assembly, corpus: Data, shape: StepShape, start: str) -> str:
     train = config.train
     return "\n".join(
         [
@@ -281,7 +287,7 @@ def _summary(config: Config, made: Assembly, corpus: Data, shape: StepShape, sta
             f"{' with documents apart' * config.data.isolate_documents}, "
             f"{shape.micro_batches} micro-batches of {shape.micro_batch_rows}"
             f"{f' on each of {shape.ranks} ranks' * (shape.ranks > 1)}; {train.steps:,} steps",
-            f"start: after step {start:,}" if start else "start: a new run",
+            f"start: {start}",
         ]
     )
 

@@ -72,9 +72,14 @@ def folder_to_start_in(output: str) -> Path:
     return folder
 
 
-def folder_of(resume: str) -> Path:
+def folder_of(place: str) -> Path:
     """The folder of the run that is named by it, or by one of its checkpoints."""
-    return Path(resume).parent.parent if _is_checkpoint(resume) else Path(resume)
+    return Path(place).parent.parent if _is_checkpoint(place) else Path(place)
+
+
+def checkpoint_of(place: str) -> Path:
+    """The last checkpoint of the run in that folder, or the checkpoint that is named."""
+    return Path(place) if _is_checkpoint(place) else checkpoint(Path(place), DEFAULT_CHECKPOINT)
 
 
 def _is_checkpoint(path: str) -> bool:
@@ -90,7 +95,7 @@ def checkpoint_to_resume(output: str | None, resume: str | None) -> Path | None:
     if resume is None:
         return None
     if resume not in RESUME_WORDS:
-        return Path(resume) if _is_checkpoint(resume) else checkpoint(Path(resume), DEFAULT_CHECKPOINT)
+        return checkpoint_of(resume)
     newest = newest_checkpoint(Path(output) / CHECKPOINT_FOLDER)
     if newest is None and resume == "must":
         raise UserError(f"resume=must, and {output} has no checkpoint; say resume=auto to start a run there")

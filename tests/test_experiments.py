@@ -1,5 +1,6 @@
 """Each experiment composes to the run that its name says, and fits the GPU that it is for."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from commands import compose
 
 from flashtrain.assembly import Assembly, open_tokenizer, resolve_model
+from flashtrain.config import to_yaml
 from flashtrain.device import PRECISIONS, Device
 from flashtrain.fit import predicted_peak, step_shape
 from flashtrain.kernels.attention import attention
@@ -52,6 +54,21 @@ def test_the_longest_row_does_not_fit_without_checkpointing(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     config = compose("experiment=gpt2_1m", "trainer.activation_checkpointing=none")
     assert peak(config).total > 2 * DEVICES["h200"].hbm_bytes
+
+
+@pytest.mark.parametrize(("name", "rope", "theta"), [("extend", "yarn", 1e4), ("extend_theta", "default", 5e5)])
+def test_an_extension_takes_the_short_experiment_to_16k_and_fits_an_h200(name, rope, theta, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    short = compose("experiment=gpt2_2k")
+    (tmp_path / "runs/short/checkpoints").mkdir(parents=True)
+    (tmp_path / "runs/short/config.yaml").write_text(to_yaml(short))
+    torch.save({"state_dict": {}, "global_step": 5, "loops": {}}, tmp_path / "runs/short/checkpoints/last.ckpt")
+    config = compose(f"experiment={name}")
+    assert (config.train.sequence_length, config.train.pretrained_length) == (2**14, 2**11)
+    assert (config.model.rope.type, config.model.rope.theta) == (rope, theta)
+    assert config.model.rope.factor == (8.0 if rope == "yarn" else None)
+    assert replace(config.model, rope=short.model.rope) == short.model
+    assert peak(config).total < 7 / 8 * DEVICES["h200"].hbm_bytes
 
 
 def test_recall_is_evaluated_beyond_its_length(tmp_path, monkeypatch):
