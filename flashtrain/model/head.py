@@ -118,7 +118,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 
 def _has_kernel(logits_nV: Tensor) -> bool:
-    """Whether our kernel takes them; elsewhere, each of PyTorch's steps writes them out in float32 or float64."""
+    """Whether our kernel takes them, where PyTorch would write out each step in float32."""
     return _TRITON and logits_nV.is_cuda and logits_nV.dtype != torch.float64
 
 
