@@ -14,6 +14,13 @@ on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU
 """What a test of flash_hopper's kernel is marked with."""
 
 
+def hopper(test):
+    """`test` with all of these marks."""
+    for mark in on_hopper:
+        test = mark(test)
+    return test
+
+
 @dataclass(frozen=True)
 class Flash:
     """A variant with kernels of ours, called as its operators are; `dtype` has inputs unless a test says another."""

@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 from commands import run_command
-from flash_kernels import on_hopper
+from flash_kernels import hopper, on_hopper
 
 from flashtrain.kernels.attention import NAMES
 
@@ -82,4 +82,20 @@ def test_bf16_curves_on_the_gpu_are_one_within_twice_the_noise_of_bf16(loss_curv
     exact, noise = bf16_noise
     distance = (loss_curve(variant, *ON_GPU) - exact).abs().max().item()
     print(f"{variant}: {distance:.4f} from fp32, where standard in bf16 has {noise:.4f}")
+    assert distance <= 2 * noise
+
+
+@hopper
+@pytest.mark.parametrize(("length", "reference"), [(2048, "standard"), (8192, "standard"), (32768, "flash_v2")])
+def test_gpt2_learns_the_same_with_flash_hopper(loss_curve, length, reference):
+    """Within twice what flash_v2 or, where that is the reference, sdpa_cudnn strays from it.
+
+    `standard` has no room for the scores of 32,768 tokens.
+    """
+    gpt2 = ["model=gpt2", "model.positions=rope", f"train.sequence_length={length}", "train.tokens_per_step=32768"]
+    gpt2 += ["trainer.activation_checkpointing=full"]
+    expected = loss_curve(reference, *gpt2)
+    other = "flash_v2" if reference == "standard" else "sdpa_cudnn"
+    noise, distance = ((loss_curve(name, *gpt2) - expected).abs().max().item() for name in (other, "flash_hopper"))
+    print(f"{length}: flash_hopper {distance:.4f} from {reference}, where {other} has {noise:.4f}")
     assert distance <= 2 * noise

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from flash_kernels import on_hopper
+from flash_kernels import hopper
 from tolerance import make_qkv
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -39,12 +39,6 @@ LARGER = [
     for intervals in (CAUSAL, FULL, Intervals.window(None, 77))
     for q_len, kv_len in ((1, 4096), (127, 129), (1000, 4097), (2048, 2048), (4095, 4095), (8192, 8192))
 ]
-
-
-def hopper(test):
-    for mark in on_hopper:
-        test = mark(test)
-    return test
 
 
 @pytest.mark.parametrize("case", [Case(64, CAUSAL, 50, 70), Case(128, FULL, 33, 1000)], ids=str)
