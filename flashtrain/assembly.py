@@ -14,7 +14,8 @@ from torch import Tensor
 
 from flashtrain import device as devices
 from flashtrain import runs
-from flashtrain.config import Config, refuse_all_but, saved_model
+from flashtrain.composition import refuse_all_but
+from flashtrain.config import Config
 from flashtrain.data.corpus import Corpus, open_corpus
 from flashtrain.data.digest import parts_digest
 from flashtrain.data.documents import stdlib_source, text_source
@@ -31,6 +32,7 @@ from flashtrain.model.gpt import GPT
 from flashtrain.model.head import token_nll
 from flashtrain.model.options import ModelOptions
 from flashtrain.model.rope_options import RopeOptions
+from flashtrain.saved_settings import saved_model
 from flashtrain.training.checkpoint import load_weights
 
 # What of a model may change where it starts from the weights of another: how it is called, and what its layers see.

@@ -13,7 +13,8 @@ from pathlib import Path
 from rich.console import Console
 
 from flashtrain import runs
-from flashtrain.config import MOST_SEEDS, Root, not_among, once_each
+from flashtrain.composition import Root
+from flashtrain.contradictions import MOST_SEEDS, not_among, once_each
 from flashtrain.device import DTYPES, resolve_type
 from flashtrain.entry import main
 from flashtrain.errors import UserError

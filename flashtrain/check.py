@@ -14,7 +14,8 @@ from flashtrain import runs
 from flashtrain.accuracy.cases import MASKS, covering
 from flashtrain.accuracy.measurement import measure
 from flashtrain.accuracy.report import as_row, support_report, terminal_report
-from flashtrain.config import MOST_SEEDS, Root, not_among, once_each
+from flashtrain.composition import Root
+from flashtrain.contradictions import MOST_SEEDS, not_among, once_each
 from flashtrain.device import DTYPES, resolve_type
 from flashtrain.entry import main
 from flashtrain.errors import UserError

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from flashtrain import ranks, runs
 from flashtrain.assembly import open_data, open_tokenizer, resolve_model
-from flashtrain.config import PRETRAINED_LENGTH, Config, Root, given_keys, refuse_all_but, to_yaml
-from flashtrain.config import settle as settle_run
+from flashtrain.composition import PRETRAINED_LENGTH, Root, given_keys, refuse_all_but
+from flashtrain.composition import settle as settle_run
+from flashtrain.config import Config
 from flashtrain.data.options import RecallOptions
 from flashtrain.data.tokenizer import FileTokenizer, load_tokenizer
 from flashtrain.entry import main
@@ -27,6 +28,7 @@ from flashtrain.interop.settings import read_settings, write_settings
 from flashtrain.interop.tensors import export_weights, import_weights
 from flashtrain.model.gpt import GPT
 from flashtrain.model.options import ModelOptions
+from flashtrain.saved_settings import to_yaml
 from flashtrain.training.checkpoint import MODEL_PREFIX, load_weights, written_whole
 
 OF_WEIGHTS = (PRETRAINED_LENGTH, "train.init_from")

@@ -2,7 +2,7 @@
 
 Every command is `main(verb)`, with a root of its own where its settings are not those of a run. Hydra's and
 OmegaConf's errors are reworded here, with the nearest valid name; what the settings mean and which contradict one
-another is for config.py to say. Any other exception is a bug and keeps its trace.
+another is for composition.py and contradictions.py to say. Any other exception is a bug and keeps its trace.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from flashtrain import config as schema
 from flashtrain import ranks
+from flashtrain.composition import RUN, Root, unknown_key
 from flashtrain.errors import UserError
 from flashtrain.kernels.attention import Unsupported
 
 CONF = Path(__file__).parent / "conf"
 
 
-def main(verb: Callable[[Any], None], root: schema.Root = schema.RUN) -> None:
+def main(verb: Callable[[Any], None], root: Root = RUN) -> None:
     """Compose the settings of `root` from `sys.argv`, check them, call `verb` with them; exit 1 on a user's mistake."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands exceptions on instead of printing them itself
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -58,7 +58,7 @@ def main(verb: Callable[[Any], None], root: schema.Root = schema.RUN) -> None:
 
 
 @contextlib.contextmanager
-def mistakes_end_in_one_sentence(root: schema.Root) -> Iterator[None]:
+def mistakes_end_in_one_sentence(root: Root) -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
@@ -73,7 +73,7 @@ def mistakes_end_in_one_sentence(root: schema.Root) -> Iterator[None]:
         sys.exit(sentence)
 
 
-def _sentence(failure: BaseException, root: schema.Root) -> str | None:
+def _sentence(failure: BaseException, root: Root) -> str | None:
     """What to say of it; None for a bug, which keeps its trace."""
     match failure:
         case UserError() | Unsupported():
@@ -85,7 +85,7 @@ def _sentence(failure: BaseException, root: schema.Root) -> str | None:
     return None
 
 
-def explain(error: Exception, root: schema.Root) -> str:
+def explain(error: Exception, root: Root) -> str:
     """One sentence for an error of Hydra or OmegaConf: what came, what is allowed, what to do."""
     if isinstance(error, MissingConfigException):
         return _unknown_choice(error)
@@ -100,7 +100,7 @@ def explain(error: Exception, root: schema.Root) -> str:
     if isinstance(cause, MissingMandatoryValue):
         return f"{key} has no value; say {key}=..."
     if dataclasses.is_dataclass(group) and f"Key '{key.rpartition('.')[2]}' not in" in str(cause):
-        return place + schema.unknown_key(key, group)
+        return place + unknown_key(key, group)
     if isinstance(key, int) and "is not a ListConfig" in str(cause):  # the place in a list that the cause does not name
         merged = re.match(r"Error merging override ([^=]+)=", str(error))
         if merged:
@@ -113,7 +113,7 @@ def explain(error: Exception, root: schema.Root) -> str:
         return f"{place}{key}: {str(cause).splitlines()[0]}"
     override = re.search(r"Could not override '([^']+)'", str(error))
     if override:
-        return schema.unknown_key(override.group(1), root.schema)
+        return unknown_key(override.group(1), root.schema)
     return " ".join(str(error).split())
 
 

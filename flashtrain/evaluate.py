@@ -13,7 +13,8 @@ from rich.console import Console
 from flashtrain import device as devices
 from flashtrain import ranks, runs
 from flashtrain.assembly import Assembly, Data, assemble_run, open_data, scorer, weights_digest
-from flashtrain.config import Config, refuse_all_but
+from flashtrain.composition import refuse_all_but
+from flashtrain.config import Config
 from flashtrain.data.digest import record_digest
 from flashtrain.data.recall import RecallCorpus
 from flashtrain.entry import main

@@ -20,7 +20,8 @@ from rich.console import Console
 from flashtrain import device as devices
 from flashtrain import evaluate, generate, ranks, runs
 from flashtrain.assembly import Assembly, Data, assemble, load_initial_weights, open_data, weights_digest
-from flashtrain.config import Config, TrainConfig, refuse_all_but, to_yaml
+from flashtrain.composition import refuse_all_but
+from flashtrain.config import Config, TrainConfig
 from flashtrain.data.datamodule import StepDataModule
 from flashtrain.device import Device
 from flashtrain.entry import main
@@ -32,6 +33,7 @@ from flashtrain.model.gpt import GPT
 from flashtrain.model.head import summed_cross_entropy, token_nll
 from flashtrain.performance.flops import flops_per_token, peak_flops, visible_keys
 from flashtrain.ranks import Ranks
+from flashtrain.saved_settings import to_yaml
 from flashtrain.training.checkpoint import load_weights, step_to_resume
 from flashtrain.training.loggers import build_loggers, require_wandb
 from flashtrain.training.memory import MicroBatch, StepMemory, predict_peak

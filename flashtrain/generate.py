@@ -11,15 +11,16 @@ from omegaconf import DictConfig
 
 from flashtrain import ranks
 from flashtrain.assembly import Assembly, assemble_run
-from flashtrain.config import Config, GenerateConfig, Root, given_keys
-from flashtrain.config import settle as settle_run
+from flashtrain.composition import Root, given_keys
+from flashtrain.composition import settle as settle_run
+from flashtrain.config import Config, GenerateConfig
 from flashtrain.entry import main
 from flashtrain.errors import UserError
 from flashtrain.model.sampling import generate
 
 
 def settle(composed: DictConfig, overrides: list[str]) -> Config:
-    """The settings of the run, as `flashtrain.config.settle` says. Raises UserError for those of an evaluation."""
+    """The settings of the run, as `flashtrain.composition.settle` says. Raises UserError for those of an evaluation."""
     of_evaluation = (key for key in given_keys(overrides) if key.split(".")[0] == "eval" or key == "trainer.devices")
     if given := sorted(of_evaluation):
         raise UserError(f"{', '.join(given)} is for an evaluation and changes no sample; leave it out")

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from flashtrain import ranks, runs
 from flashtrain.assembly import assemble
-from flashtrain.config import Config, refuse_all_but
+from flashtrain.composition import refuse_all_but
+from flashtrain.config import Config
 from flashtrain.entry import main
 from flashtrain.errors import UserError
 from flashtrain.model.head import summed_cross_entropy

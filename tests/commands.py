@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from flashtrain import bench, check, convert, evaluate, explain, fit, generate, replay
-from flashtrain.config import RUN, Config
+from flashtrain.composition import RUN
+from flashtrain.config import Config
 from flashtrain.entry import main
 
 # command -> the verb and the settings it takes

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import pytest
 from omegaconf import OmegaConf
 
-from flashtrain import config as schema
 from flashtrain import runs
+from flashtrain.composition import Root
+from flashtrain.config import Config
 from flashtrain.entry import CONF, main
+from flashtrain.saved_settings import to_yaml
 
 
 @pytest.fixture
@@ -17,7 +19,7 @@ def settings(monkeypatch, tmp_path):
     """settings("key=value", ...) -> the Config that a verb gets; SystemExit on a mistake. In an empty folder."""
     monkeypatch.chdir(tmp_path)
 
-    def compose(*overrides: str) -> schema.Config:
+    def compose(*overrides: str) -> Config:
         monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
         received = []
         main(received.append)
@@ -145,7 +147,7 @@ def saved_run(settings, tmp_path):
     folder = tmp_path / "saved"
     folder.mkdir()
     made = settings("model.num_layers=2", "attention=standard", "train.steps=7", "data=text", "data.path=books")
-    (folder / runs.CONFIG_FILE).write_text(schema.to_yaml(made))
+    (folder / runs.CONFIG_FILE).write_text(to_yaml(made))
     return folder
 
 
@@ -160,7 +162,7 @@ def test_a_saved_run_brings_its_settings(settings, saved_run):
 def test_a_saved_run_brings_its_optimizer_and_schedule(settings, mistake, tmp_path):
     made = settings("optimizer=muon", "optimizer.momentum=0.9", "schedule=wsd")
     (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / runs.CONFIG_FILE).write_text(schema.to_yaml(made))
+    (tmp_path / "saved" / runs.CONFIG_FILE).write_text(to_yaml(made))
     config = settings("resume=saved")
     assert config.optimizer == made.optimizer and config.schedule == made.schedule
     assert config.optimizer.matrix_learning_rate == config.optimizer.learning_rate
@@ -241,7 +243,7 @@ def tea(monkeypatch, tmp_path):
     def compose(*overrides: str) -> list[TeaConfig]:
         monkeypatch.setattr(sys, "argv", ["tea", *overrides])
         received = []
-        main(received.append, schema.Root("tea", TeaConfig))
+        main(received.append, Root("tea", TeaConfig))
         return received
 
     return compose

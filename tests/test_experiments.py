@@ -8,12 +8,12 @@ import torch
 from commands import compose
 
 from flashtrain.assembly import Assembly, open_tokenizer, resolve_model
-from flashtrain.config import to_yaml
 from flashtrain.device import PRECISIONS, Device
 from flashtrain.fit import predicted_peak, step_shape
 from flashtrain.kernels.attention import attention
 from flashtrain.model.gpt import GPT
 from flashtrain.performance.devices import DEVICES
+from flashtrain.saved_settings import to_yaml
 
 LENGTHS = {
     "gpt2_2k": 2**11,

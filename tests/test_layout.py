@@ -16,6 +16,7 @@ VERBS = {"fit", "evaluate", "generate", "replay", "convert"}
 DOOR = "kernels.attention"
 CROSS_ENTROPY = "kernels.cross_entropy"
 NOUNS = {"model", "data", "training", "evaluation", "performance", "interop"}
+SETTINGS = {"config", "composition", "saved_settings"}
 
 # folder or module of flashtrain -> the parts of flashtrain that it may import, beside `errors`
 ALLOWED = {
@@ -31,13 +32,16 @@ ALLOWED = {
     "runs": {"training"},
     "device": set(),
     "ranks": set(),
-    "config": {"runs", "device", "data", "model", "training", "evaluation"},
-    "assembly": {"config", "ranks", "runs", "device", DOOR, *NOUNS},
-    "entry": {"config", "ranks", DOOR},
-    "check": {"config", "runs", "device", "entry", "accuracy", DOOR},
-    "explain": {"config", "runs", "device", "entry", "performance", DOOR},
-    "bench": {"config", "runs", "device", "entry", "performance", DOOR},
-    **{verb: {"assembly", "config", "device", "ranks", "runs", "entry", *NOUNS, *VERBS} for verb in VERBS},
+    "config": {"data", "model", "training", "evaluation"},
+    "contradictions": {"config", "runs", "data", "model"},
+    "saved_settings": {"config", "runs", "model", "training"},
+    "composition": {"config", "contradictions", "saved_settings", "runs", "data", "evaluation"},
+    "assembly": {*SETTINGS, "ranks", "runs", "device", DOOR, *NOUNS},
+    "entry": {"composition", "ranks", DOOR},
+    "check": {"composition", "contradictions", "runs", "device", "entry", "accuracy", DOOR},
+    "explain": {"composition", "contradictions", "runs", "device", "entry", "performance", DOOR},
+    "bench": {"composition", "contradictions", "runs", "device", "entry", "performance", DOOR},
+    **{verb: {"assembly", *SETTINGS, "device", "ranks", "runs", "entry", *NOUNS, *VERBS} for verb in VERBS},
 }
 
 

@@ -1,0 +1,98 @@
+"""The settings that a run was made with, as its folder keeps them, and what a command may change of them."""
+
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from flashtrain import runs
+from flashtrain.config import CHOICES, INVOCATION, Config
+from flashtrain.errors import UserError
+from flashtrain.model.options import ModelOptions
+from flashtrain.training.checkpoint import read_checkpoint
+
+# What a command may change on a finished or interrupted run; everything else makes it another run.
+CHANGEABLE = ("attention", "trainer", "eval", "generate", "logger")
+
+
+def to_yaml(config: Config) -> str:
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def saved_model(folder: Path) -> ModelOptions:
+    """The model of the run in `folder`. Raises UserError where there is none."""
+    return OmegaConf.to_object(_saved(folder).model)
+
+
+def length_of_weights(place: str) -> int:
+    """Tokens in a row that the weights of a run, or in one of its checkpoints, were trained with."""
+    try:
+        train = OmegaConf.to_object(_saved(runs.folder_of(place)).train)
+        return train.length_after(read_checkpoint(runs.checkpoint_of(place))["global_step"])
+    except UserError as error:
+        raise UserError(f"train.init_from={place} has no weights to start from: {error}") from None
+
+
+def of_saved_run(folder: Path, composed: DictConfig, overrides: list[str]) -> DictConfig:
+    """The settings of a saved run, with the changeable ones of the command line; other changes are refused."""
+    settings = _saved(folder)
+    differences = []
+    for override in OverridesParser.create().parse_overrides(overrides):
+        key = override.key_or_group
+        if key == "experiment":
+            raise UserError(f"experiment=... makes a new run; leave it out: {folder} has its own settings")
+        if key.split(".")[0] in CHANGEABLE:
+            OmegaConf.update(settings, key, OmegaConf.select(composed, key), merge=False)
+        elif key not in INVOCATION:
+            differences += _differences(key, OmegaConf.select(settings, key), OmegaConf.select(composed, key))
+    for key in INVOCATION:
+        settings[key] = composed[key]
+    if differences:
+        raise UserError(
+            f"{folder} was made with other settings: {'; '.join(differences)}; leave them out, or start a new "
+            f"run, since only {', '.join(CHANGEABLE)} may change"
+        )
+    return settings
+
+
+def refuse_another_run(folder: Path, config: Config) -> None:
+    """Raise UserError where `folder` is of a run with other settings, but for the changeable ones."""
+    if not (folder / runs.CONFIG_FILE).exists():
+        return
+    saved, asked = _saved(folder), OmegaConf.structured(config)
+    keys = [key for key in saved if key not in (*CHANGEABLE, *INVOCATION)]
+    if differences := [line for key in keys for line in _differences(key, saved[key], asked[key])]:
+        raise UserError(
+            f"{folder} was made with other settings: {'; '.join(differences)}; give those that are there, or another "
+            f"output, since only {', '.join(CHANGEABLE)} may change"
+        )
+
+
+def _saved(folder: Path) -> DictConfig:
+    path = folder / runs.CONFIG_FILE
+    try:
+        values = OmegaConf.load(path)
+    except OSError:
+        raise UserError(f"{folder} is not the folder of a run: it has no {runs.CONFIG_FILE} to read") from None
+    except (UnicodeDecodeError, YAMLError):
+        raise UserError(f"{path} is damaged; start a new run") from None
+    try:
+        settings = OmegaConf.structured(Config)
+        for group, (key, schemas) in CHOICES.items():
+            settings[group] = OmegaConf.structured(schemas[getattr(values[group], key)])
+        settings = OmegaConf.merge(settings, values)
+    except (OmegaConfBaseException, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} does not fit the settings of this version: {reason}") from None
+    if missing := sorted(OmegaConf.missing_keys(settings)):
+        raise UserError(f"{path} does not fit the settings of this version: give it {', '.join(missing)}")
+    return settings
+
+
+def _differences(key: str, saved: object, asked: object) -> list[str]:
+    if isinstance(saved, DictConfig) and isinstance(asked, DictConfig):
+        names = dict.fromkeys([*saved, *asked])
+        return [line for n in names for line in _differences(f"{key}.{n}", saved.get(n), asked.get(n))]
+    return [] if saved == asked else [f"{key} is {saved} there and {asked} here"]
