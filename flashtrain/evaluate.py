@@ -54,7 +54,7 @@ def run(config: Config) -> None:
     journal = _journal(config, conditions) if mine.is_first else None
     if journal and journal.num_known:
         _say(console, f"going on after {journal.num_known:,} targets that are scored already ({journal.path})")
-    if mine.world_size > 1 and not isinstance(corpus, RecallCorpus):
+    if mine.world_size > 1:
         _say(console, f"windows are shared by {mine.world_size} ranks")
     with ranks.together("the same command goes on where they were"):
         ranks.start(mine)
@@ -147,7 +147,7 @@ def measure(
 ) -> Evaluation | RecallEvaluation:
     """The evaluation of the model in `made`, shown on the console.
 
-    Ranks make it together; recall each makes alike, and it keeps no journal.
+    Ranks make it together. Of recall, which is scored soon, there is no journal.
     """
     rope = evaluated_rope(made.model.options, config.eval.rope, conditions.training_length)
     if rope and rope != made.model.options.rope:

@@ -74,6 +74,8 @@ def run(config: Config) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()  # those of a sweep's earlier jobs
     made = assemble(config, trains=True)
+    if config.generate.num_tokens:  # or a prompt of words that a task has not would end the run after its last step
+        made.tokenizer.encode(config.generate.prompt)
     if checkpoint is not None and step == 0:  # converted, or stopped before its first step: nothing else matters
         load_weights(made.model, checkpoint)
     start = f"after step {step:,}" if step else "a new run"

@@ -13,9 +13,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from flashtrain.errors import UserError
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 SECONDS_FOR_THE_FIRST = 10.0
@@ -163,6 +165,15 @@ def gathered(value: T) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def in_turn(items: Iterable[S], work: Callable[[S], T]) -> Iterator[tuple[list[S], list[T]]]:
+    """Share the work: in each round every rank has one item, as long as there are. Yield to all the items of the round
+    and what each came to, in their order."""
+    left, mine = iter(items), rank()
+    while taken := list(islice(left, world_size())):
+        own = [work(item) for item in taken[mine : mine + 1]]
+        yield taken, list(chain.from_iterable(gathered(own)))
 
 
 class SharedStop:

@@ -29,7 +29,7 @@ from torch.distributed import TCPStore
 from flashtrain import ranks
 from flashtrain.assembly import build_model, scorer
 from flashtrain.errors import UserError
-from flashtrain.evaluation import scoring
+from flashtrain.evaluation import recall, scoring
 from flashtrain.evaluation.scoring import Documents, score
 from flashtrain.evaluation.windows import documents_of, strided_windows
 from flashtrain.ranks import Ranks
@@ -138,15 +138,19 @@ def train(*words, at_step=None, on_rank=None, happens=None, never_waits=False):
 def count_batches(command, *words, at_batch=None, on_rank=None, happens=None):
     """Run a command that evaluates; return how many batches this rank scored. On one rank something `happens` before
     its batch of that number."""
-    scored, score_batch = itertools.count(1), scoring._score_batch
+    scored = itertools.count(1)
 
-    def score_or_fail(nll, documents, batch):
-        if next(scored) == at_batch and on_rank == ranks.rank():
-            happens(batch)
-        return score_batch(nll, documents, batch)
+    def counted(score_batch):
+        def score_or_fail(model, documents, batch):
+            if next(scored) == at_batch and on_rank == ranks.rank():
+                happens(batch)
+            return score_batch(model, documents, batch)
+
+        return score_or_fail
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scoring, "_score_batch", score_or_fail)
+        for module in (scoring, recall):
+            patch.setattr(module, "_score_batch", counted(module._score_batch))
         run_command(command, *words)
     return next(scored) - 1
 

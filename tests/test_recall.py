@@ -82,6 +82,12 @@ def test_a_sample_answers_in_words(capsys):
     assert prompt.endswith("k1 v2 k3 v4 k1") and answer[0] in "kv" and answer[1:].isdecimal()
 
 
+def test_a_prompt_of_other_words_is_refused_before_the_first_step(home):
+    with pytest.raises(SystemExit, match="hello is no word of data=recall"):
+        run_command(f"python train.py {TINY} output=unsaid generate.num_tokens=1 generate.prompt=hello")
+    assert not (home / "unsaid").exists()
+
+
 def test_an_export_has_no_tokenizer(home, capsys):
     run_command("python -m flashtrain.convert run=run output=exported")
     assert "no tokenizer.json: the tokenizer is recall, and 48 stands before a document" in capsys.readouterr().out

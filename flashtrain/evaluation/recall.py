@@ -1,11 +1,11 @@
 """Associative recall of one model: which answers it gives right, by length and by where each was said.
 
 Each length has documents of its own, fed whole in one forward; an answer is right where it is the most probable token
-after its query, with all queries and answers before it as they should be.
+after its query, with all queries and answers before it as they should be. Several ranks take the batches in turn.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from flashtrain import ranks
 from flashtrain.evaluation.options import EvalOptions
 from flashtrain.evaluation.perplexity import Conditions
 from flashtrain.evaluation.progress import tokens_bar
@@ -94,7 +95,10 @@ def evaluate_recall(
     conditions: Conditions,
     console: Console,
 ) -> RecallEvaluation:
-    """Score documents of every length and reduce the table; a progress bar runs on `console` meanwhile."""
+    """Score documents of every length and reduce the table; a progress bar runs on `console` meanwhile.
+
+    Several ranks score together, and each returns the same.
+    """
     with tokens_bar(console) as progress:
         task = progress.add_task("recall", total=options.max_documents * sum(options.lengths))
         table = score_recall(
@@ -120,23 +124,36 @@ def score_recall(
 ) -> RecallTable:
     """Return the table of all answers in the first documents, in batches of at most `batch_tokens` or one document.
 
-    advance: called after each batch with the number of tokens fed.
+    advance: called after each batch, of several ranks after each round, with the number of tokens fed.
     """
     tables = []
+    batches = _batches(lengths, num_documents, batch_tokens)
+    for taken, scored in ranks.in_turn(batches, lambda batch: _score_batch(score, stream, batch)):
+        tables += scored
+        advance(sum(len(batch.documents) * batch.length for batch in taken))
+    return concatenate(tables)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Documents of one length, the tokens of each a window of its own."""
+
+    length: int
+    documents: np.ndarray
+    windows: np.ndarray
+
+
+def _batches(lengths: Sequence[int], num_documents: int, batch_tokens: int) -> Iterator[_Batch]:
     for place, length in enumerate(lengths):
         rows = max(1, batch_tokens // length)
         for first in range(0, num_documents, rows):
             documents = np.arange(first, min(first + rows, num_documents))
-            windows = place * num_documents + documents
-            tables.append(_score_batch(score, stream, documents, length, windows))
-            advance(len(documents) * length)
-    return concatenate(tables)
+            yield _Batch(length, documents, place * num_documents + documents)
 
 
-def _score_batch(
-    score: HitFunction, stream: RecallStream, documents: np.ndarray, length: int, windows: np.ndarray
-) -> RecallTable:
-    """The answers of these documents, the tokens of each a window of its own."""
+def _score_batch(score: HitFunction, stream: RecallStream, batch: _Batch) -> RecallTable:
+    """Its answers, document after document."""
+    length, documents = batch.length, batch.documents
     all_tokens, all_depths = zip(*(stream.document(i, length) for i in documents), strict=True)
     scored, tokens, depth = stream.scored(0, length), np.stack(all_tokens), np.concatenate(all_depths)
     inputs, targets = tokens[:, :-1].copy(), np.full_like(tokens[:, 1:], NOT_SCORED)
@@ -147,7 +164,7 @@ def _score_batch(
     return RecallTable(
         purpose=np.full(count, PURPOSES.index(RECALL), np.int8),
         length=np.full(count, length, np.int32),
-        window=np.repeat(windows, num_answers).astype(np.int32),
+        window=np.repeat(batch.windows, num_answers).astype(np.int32),
         document=np.repeat(documents, num_answers).astype(np.int32),
         position=np.tile(position, len(documents)).astype(np.int32),
         context=np.tile(position, len(documents)).astype(np.int32),

@@ -84,14 +84,11 @@ def score(
     nlls = ranks.gathered(known)[0]
     left = _batches(all_windows, batch_tokens)
     advance(tokens_fed(islice(left, len(nlls))))
-    rank = ranks.rank()
-    while in_turn := list(islice(left, ranks.world_size())):
-        own = _score_batch(nll, documents, in_turn[rank]) if rank < len(in_turn) else np.empty(0, np.float32)
-        values = np.concatenate(ranks.gathered(own))
+    for batches, values in ranks.in_turn(left, lambda batch: _score_batch(nll, documents, batch)):
         if journal:
-            journal.append(values)
-        nlls.append(values)
-        advance(tokens_fed(in_turn))
+            journal.append(np.concatenate(values))
+        nlls += values
+        advance(tokens_fed(batches))
     return _table(documents, all_windows, np.concatenate(nlls), bytes_per_token)
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import SMALL
+from commands import SMALL, SMALL_RECALL
 from several import cannot_read, count_batches, killed, on_ranks, score_tables, train
 
-from flashtrain.evaluation.table import read_table
+from flashtrain.evaluation.table import RecallTable, read_table
 
 ROOT = Path(__file__).parent.parent.parent
 EVALUATE = "python -m flashtrain.evaluate"
@@ -159,6 +159,24 @@ def test_the_evaluation_at_the_end_of_training_is_shared(home):
         scored.append([rank.result for rank in ended])
     assert_same_evaluation(*finals)
     assert [sum(scored[0])] == scored[0] == [sum(scored[1])] and min(scored[1]) > 0
+
+
+def test_recall_is_shared_as_well(home):
+    """Three documents of 16 tokens in one batch, and of 64 in one each."""
+    finals = {}
+    for world_size in (1, 2):
+        words = ["data=recall", *SMALL_RECALL, "eval.max_documents=3", "eval.batch_tokens=64"]
+        output = f"output=recalled-by-{world_size}"
+        ended = on_ranks(world_size, home, count_batches, "python train.py", *words, output)
+        assert [rank.exitcode for rank in ended] == [0] * world_size, ended
+        assert [rank.result for rank in ended] == [4 // world_size] * world_size
+        finals[world_size] = home / f"recalled-by-{world_size}/evaluation/final"
+    tables = {size: read_table(final / "targets.parquet", RecallTable)[0] for size, final in finals.items()}
+    assert len(tables[1]) == 2 * 3 * 4
+    for name, column in vars(tables[1]).items():
+        if name != "nll":  # weights differ in their last bits
+            assert np.array_equal(vars(tables[2])[name], column), name
+    assert tables[2].nll == pytest.approx(tables[1].nll, rel=1e-4)
 
 
 @pytest.mark.parametrize(
