@@ -79,7 +79,7 @@ def run(config: Config) -> None:
     if checkpoint is not None and step == 0:  # converted, or stopped before its first step: nothing else matters
         load_weights(made.model, checkpoint)
     start = f"after step {step:,}" if step else "a new run"
-    if checkpoint is None and config.train.init_from:
+    if checkpoint is None and config.train.init_from is not None:
         initial_step = load_initial_weights(made, config.train.init_from)
         start += f", from the weights of {config.train.init_from} after step {initial_step:,}"
     corpus = open_data(config.data, made.tokenizer)
@@ -254,7 +254,7 @@ def _folder(config: Config, made: Assembly, corpus: Data, checkpoint: Path | Non
         ranks=world_size,
         parameters=made.model.num_parameters(),
     )
-    if config.train.init_from:
+    if config.train.init_from is not None:
         facts["initial_weights"] = weights_digest(made.model)
     runs.write_json(folder / runs.PROVENANCE_FILE, facts)
     return folder
