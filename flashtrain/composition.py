@@ -19,7 +19,7 @@ from flashtrain.contradictions import contradictions
 from flashtrain.data.options import RecallOptions
 from flashtrain.errors import UserError
 from flashtrain.evaluation.recall import KEYS as RECALL_KEYS
-from flashtrain.saved_settings import length_of_weights, of_saved_run, refuse_another_run
+from flashtrain.saved_settings import of_saved_run, pretrained_length, refuse_another_run
 
 # Of what the weights are that a run starts from, which it finds out.
 PRETRAINED_LENGTH = "train.pretrained_length"
@@ -53,8 +53,9 @@ def settle(composed: DictConfig, overrides: list[str]) -> Config:
         composed = of_saved_run(runs.folder_of(composed.resume), composed, overrides)
     elif composed.run:
         composed = of_saved_run(Path(composed.run), composed, overrides)
-    elif composed.train.init_from:
-        composed.train.pretrained_length = length_of_weights(composed.train.init_from)
+    elif composed.train.init_from is not None:
+        started = Path(composed.output) if by_word and runs.checkpoint_to_resume(composed.output, "auto") else None
+        composed.train.pretrained_length = pretrained_length(composed.train.init_from, started)
     if PRETRAINED_LENGTH in given_keys(overrides) and not (folders["resume"] or composed.run):
         raise UserError(f"{PRETRAINED_LENGTH} is not to be chosen, it is that of train.init_from; leave it out")
     config = OmegaConf.to_object(composed)

@@ -26,8 +26,13 @@ def saved_model(folder: Path) -> ModelOptions:
     return OmegaConf.to_object(_saved(folder).model)
 
 
-def length_of_weights(place: str) -> int:
-    """Tokens in a row that the weights of a run, or in one of its checkpoints, were trained with."""
+def pretrained_length(place: str, started: Path | None) -> int | None:
+    """Tokens in a row that the weights of a run, or in one of its checkpoints, were trained with.
+
+    started: the folder of the run that goes on from its own weights and has noted it, so that those may be gone.
+    """
+    if started is not None:
+        return _saved(started).train.pretrained_length
     try:
         train = OmegaConf.to_object(_saved(runs.folder_of(place)).train)
         return train.length_after(read_checkpoint(runs.checkpoint_of(place))["global_step"])

@@ -90,6 +90,11 @@ def test_the_extended_run_is_resumed_without_the_first(home, capsys):
         (home / "twice/result.json").unlink()
         run_command("python train.py resume=twice")
         assert "validation loss: " in capsys.readouterr().out
+        (home / "twice/result.json").unlink()
+        train("output=twice resume=auto train.init_from=moved")
+        assert "validation loss: " in capsys.readouterr().out
+        with pytest.raises(SystemExit, match="twice was made with other settings: train.init_from is moved there"):
+            train("output=twice resume=auto train.init_from=elsewhere")
     finally:
         if (home / "moved").exists():
             (home / "moved").rename(home / "short")
@@ -103,6 +108,7 @@ def test_the_longest_training_counts(home):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        ("train.init_from=", "train.init_from= has no weights to start from: . is not the folder of a run"),
         ("train.init_from=nowhere", "init_from=nowhere has no weights to start from: nowhere is not the folder of a"),
         ("train.init_from=short/checkpoints/step-9.ckpt", "there is no checkpoint short/checkpoints/step-9.ckpt"),
         (
