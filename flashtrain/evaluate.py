@@ -180,9 +180,13 @@ def measure(
 
 
 def write(evaluation: Evaluation | RecallEvaluation, folder: Path) -> list[Path]:
-    """Write the files of an evaluation into `folder`; return their paths."""
+    """Write the files of an evaluation into `folder`; return their paths. Raises UserError where the disk refuses."""
     writer = write_recall if isinstance(evaluation, RecallEvaluation) else write_reports
-    return writer(evaluation, folder)
+    try:
+        return writer(evaluation, folder)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{folder} cannot be written ({reason}); make room and evaluate the run again") from error
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A run of data=recall from the command line to its evaluation, resumed, sampled from, and the mistakes about it."""
 
+import errno
 import json
 import signal
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from commands import run_command
 
+from flashtrain.evaluation import recall_report
 from flashtrain.evaluation.table import RecallTable, read_table
 from flashtrain.training.callbacks import Reporter
 
@@ -74,6 +76,18 @@ def test_evaluate_scores_the_run_again_and_at_other_lengths(home, capsys):
     again, first = (table.of("recall", 32) for table in tables)
     assert (again.depth == first.depth).all() and (again.position == first.position).all()
     assert again.nll == pytest.approx(first.nll, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "command", ["-m flashtrain.evaluate run=run", f"train.py {TINY} train.steps=1 output=full"], ids=lambda c: c[:20]
+)
+def test_a_full_disk_ends_the_reports_in_one_sentence(command, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(recall_report, "save_heat_map", refuse)
+    with pytest.raises(SystemExit, match=r"evaluation/\S+ cannot be written \(No space left on device\); make room"):
+        run_command(f"python {command}")
 
 
 def test_a_sample_answers_in_words(capsys):

@@ -24,7 +24,7 @@ from flashtrain.errors import UserError
 
 # Part of every fingerprint: raise it with any change in how rows are drawn.
 FORMAT = 1
-NUM_ROWS = 1 << 20  # of a split: more than a run takes, so that no row comes twice
+NUM_ROWS = 1 << 20  # of a split: more than most runs take, which see none twice
 
 
 class RecallDocument(NamedTuple):
