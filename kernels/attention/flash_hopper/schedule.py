@@ -99,9 +99,9 @@ def query_tile(
     q_len = mask[0]
     num_tiles = gl.cdiv(q_len, BLOCK_M)
     if mask[4] is None:
-        begin = gl.load(order_ptr + gl.program_id(0)) + n
-        exists = begin < gl.load(order_ptr + gl.program_id(0) + 1)
-        number = gl.load(order_ptr + gl.num_programs(0) + 1 + begin, mask=exists, other=0)
+        place = gl.load(order_ptr + gl.program_id(0)) + n
+        exists = place < gl.load(order_ptr + gl.program_id(0) + 1)
+        number = gl.load(order_ptr + gl.num_programs(0) + 1 + place, mask=exists, other=0)
     else:
         # The last first, as costlier where the mask hides the future.
         taken = gl.program_id(0)
