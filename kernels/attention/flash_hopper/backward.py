@@ -2,10 +2,12 @@
 
 A program has a tile of keys, 64 for each warpgroup, and visits the blocks of queries that see them, of all query heads
 of the group: five matrix products a block. S and dP are made as S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T
-are operands of dV and dK in the registers where they were made; dQ alone needs dS in shared memory. S starts at -LSE
-and dP at -delta, in place of subtractions. dS stays in units of P * dP, which fp16 holds; the softmax scale is applied
-in fp32 at the end. dK and dV have the same bits every run. What a tile gives to dQ the copy engine adds up in global
-memory, in fp32 and in no fixed order.
+are operands of dV and dK in the registers where they were made; S starts at -LSE and dP at -delta, in place of
+subtractions. dQ alone needs dS in shared memory, and that of the other warpgroup too. It is made a block later, when
+both were stored long ago: so neither waits for the other, and they drift apart until one takes exponentials while the
+other multiplies. dS stays in units of P * dP, which fp16 holds; the softmax scale is applied in fp32 at the end. dK and
+dV have the same bits every run. What a tile gives to dQ the copy engine adds up in global memory, in fp32 and in no
+fixed order.
 Source: FlashAttention-3 (arXiv:2407.08608) and its backward; ThunderKittens (arXiv:2410.20399) for where S starts.
 """
 
@@ -20,22 +22,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..geometry import any_masked, block_of_step, inside, mask_arguments, steps
+from ..geometry import any_masked, block_of_step, mask_arguments, steps
 from ..intervals import Intervals
 from ..softcap import cap_gradient, cap_scores, score_units
 from ..views import VARYING, addressable
 from . import query_rows
 from .launch import BACKWARD, ROWS, columns_of, numbers_view, view
+from .masks import inside_or
 from .pipeline import (
     FIRST_BARRIER,
     fetch,
     fetch_with_numbers,
+    give_turn,
     make_ring,
     meet,
     numbers_at,
     numbers_of,
     release,
     resident,
+    take_turn,
     tiles_of,
     wait_for,
 )
@@ -45,9 +50,10 @@ from .schedule import block_at, key_tile, seen_by
 # Warpgroups that compute.
 CONSUMERS: gl.constexpr = gl.constexpr(2)
 
-# Named barriers: one of both warpgroups, then those of the rings.
-BOTH_HERE: gl.constexpr = FIRST_BARRIER
-RINGS: gl.constexpr = gl.constexpr(FIRST_BARRIER.value + 1)
+# Named barriers: two turns for each warpgroup, one of both, then those of the rings.
+FIRST_TURN: gl.constexpr = FIRST_BARRIER
+BOTH_HERE: gl.constexpr = gl.constexpr(FIRST_BARRIER.value + 4)
+RINGS: gl.constexpr = gl.constexpr(FIRST_BARRIER.value + 5)
 
 
 @gluon.jit
@@ -73,11 +79,21 @@ def _load(problem, rings, numbers, inputs, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def _product_for_dq(k_ring, ds_buffers, ds_set, CONSUMER: gl.constexpr, BY_ROWS: gl.constexpr):
-    """Issues this warpgroup's half of dQ = dS K, over all keys of the tile: half of the rows, or of the columns."""
+def _turn(n):
+    """First of the named barriers at which a warpgroup lets the other store dS of use n and read that of use n - 1.
+
+    It has then stored the latter and read that of use n - 2, in whose place n is stored. Two sets, since a warpgroup
+    may be a use ahead.
+    """
+    return FIRST_TURN + n % 2 * CONSUMERS
+
+
+@gluon.jit
+def _dq_of(n, k_ring, ds_buffers, CONSUMER: gl.constexpr, BY_ROWS: gl.constexpr):
+    """Issues this warpgroup's half of use n's dQ = dS K, over the tile's keys: half of the rows, or of the columns."""
     dq_MD = zeros(ROWS)
     for part in gl.static_range(CONSUMERS):
-        ds_NM, k_ND = ds_buffers.index(ds_set + part), resident(k_ring, part)
+        ds_NM, k_ND = ds_buffers.index(n % 2 * CONSUMERS + part), resident(k_ring, part)
         if BY_ROWS:
             ds_NM = half_of(ds_NM, CONSUMER)
         else:
@@ -87,26 +103,36 @@ def _product_for_dq(k_ring, ds_buffers, ds_set, CONSUMER: gl.constexpr, BY_ROWS:
 
 
 @gluon.jit
+def _add_dq(dq_MD, dq_buffers, dq_sum, b, h, i, CONSUMER: gl.constexpr, BY_ROWS: gl.constexpr):
+    """Has the copy engine add this warpgroup's half of dQ to the queries from i on."""
+    tma.store_wait(0)
+    dq_buffers.index(CONSUMER).reshape([ROWS, ROWS]).store(dq_MD)
+    fence_async_shared()
+    place = [b, h, i + CONSUMER * ROWS, 0] if BY_ROWS else [b, h, i, CONSUMER * ROWS]
+    add_to_global(dq_sum, place, dq_buffers.index(CONSUMER))
+
+
+@gluon.jit
 def _add_queries(
     state, problem, rings, numbers, staging, dq_sum, b, h, blocks, lo_N, hi_N,
     MASKED: gl.constexpr, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
-    """Adds to dK, dV and dQ what a head's query blocks give: those that need a mask, or the free."""
+    """Adds to dK and dV what a head's query blocks give, those that need a mask, or the free, and to dQ what the block
+    before each gives."""
     num_kv_heads, group_size, mask, padded_len, scale, scale_log2e, cap = problem
     k_ring, v_ring, q_ring, dout_ring = rings
     s_starts, dp_starts = numbers
     ds_buffers, dq_buffers = staging
-    dk_ND, dv_ND, count = state
+    dk_ND, dv_ND, h_before, i_before, count = state
     dtype: gl.constexpr = ds_buffers.dtype
     BY_ROWS: gl.constexpr = BLOCK_M == CONSUMERS * ROWS
     QUERIES: gl.constexpr = gl.SliceLayout(0, zeros(BLOCK_M).type.layout)
     start, stop = steps(blocks, MASKED)
     for step in range(start, stop):
         i = block_of_step(step, blocks, MASKED) * BLOCK_M
-        q_MD = wait_for(q_ring, count)
+        q_MD, dout_MD = wait_for(q_ring, count), wait_for(dout_ring, count)
         s_start_M = numbers_at(q_ring, s_starts, count, QUERIES)
         s_NM = rows_of(s_start_M) if cap is None else zeros(BLOCK_M)
-        dout_MD = wait_for(dout_ring, count)
         dp_NM = rows_of(numbers_at(dout_ring, dp_starts, count, QUERIES))
         k_ND, v_ND = resident(k_ring, CONSUMER, True), resident(v_ring, CONSUMER, True)
         s_NM = warpgroup_mma(k_ND, q_MD.permute((1, 0)), s_NM, use_acc=cap is None, is_async=True)
@@ -116,36 +142,33 @@ def _add_queries(
         bits_NM = s_NM * scale_log2e
         p_NM = gl.exp2(bits_NM if cap is None else bits_NM + s_start_M[None, :])
         if MASKED:
-            i_M = gl.arange(0, BLOCK_M, QUERIES)
-            p_NM = gl.where(inside(i_M[None, :], (lo_N - i)[:, None], (hi_N - i)[:, None]), p_NM, 0.0)
+            p_NM = inside_or(p_NM, lo_N - i, hi_N - i, 0.0)
         p_operand = as_operand(p_NM, dv_ND, dtype)
         dv_ND = warpgroup_mma(p_operand, dout_MD, dv_ND, is_async=True)
 
         # dS = P dP, times the derivative of the cap: P takes that first, so that the scores need not wait for dP.
         p_NM = cap_gradient(p_NM, s_NM, cap)
         ds_NM = (p_NM * warpgroup_mma_wait(1, (dp_NM,))).to(dtype)
-        # Of two sets: the other warpgroup may still read that of the step before.
-        ds_set = count % 2 * CONSUMERS
-        ds_buffers.index(ds_set + CONSUMER).store(ds_NM)
+        take_turn(_turn(count), CONSUMER)
+        ds_buffers.index(count % 2 * CONSUMERS + CONSUMER).store(ds_NM)
         fence_async_shared()
         ds_operand = as_operand(ds_NM, dk_ND, dtype)
+        # Before the first block there is none: what this makes then is not added.
+        dq_MD = _dq_of(count + 1, k_ring, ds_buffers, CONSUMER, BY_ROWS)
         dk_ND = warpgroup_mma(ds_operand, q_MD, dk_ND, is_async=True)
-        meet(BOTH_HERE, CONSUMERS)
 
         # P and dS are named too: their registers are read until now.
-        dv_ND = warpgroup_mma_wait(1, (dv_ND, p_operand))[0]
+        dv_ND = warpgroup_mma_wait(CONSUMERS + 1, (dv_ND, p_operand))[0]
         release(dout_ring, count, CONSUMERS)
-        dq_MD = _product_for_dq(k_ring, ds_buffers, ds_set, CONSUMER, BY_ROWS)
-        dk_ND = warpgroup_mma_wait(CONSUMERS, (dk_ND, ds_operand))[0]
+        dq_MD = warpgroup_mma_wait(1, (dq_MD,))
+        give_turn(_turn(count + 1), CONSUMER, CONSUMERS)
+        if count > 0:
+            _add_dq(dq_MD, dq_buffers, dq_sum, b, h_before, i_before, CONSUMER, BY_ROWS)
+        dk_ND = warpgroup_mma_wait(0, (dk_ND, ds_operand))[0]
         release(q_ring, count, CONSUMERS)
-        dq_MD = warpgroup_mma_wait(0, (dq_MD,))
-        tma.store_wait(0)
-        dq_buffers.index(CONSUMER).reshape([ROWS, ROWS]).store(dq_MD)
-        fence_async_shared()
-        place = [b, h, i + CONSUMER * ROWS, 0] if BY_ROWS else [b, h, i, CONSUMER * ROWS]
-        add_to_global(dq_sum, place, dq_buffers.index(CONSUMER))
+        h_before, i_before = h, i
         count += 1
-    return dk_ND, dv_ND, count
+    return dk_ND, dv_ND, h_before, i_before, count
 
 
 @gluon.jit
@@ -161,7 +184,8 @@ def _compute(
     b, h_kv, tile_first, blocks = key_tile(num_kv_heads, mask, CONSUMERS * ROWS, BLOCK_M)
     first = tile_first + CONSUMER * ROWS
     lo_N, hi_N = seen_by(first + gl.arange(0, ROWS, KEYS), b, *mask)
-    state = (zeros(dk.block_shape[3]), zeros(dv.block_shape[3]), 0)
+    give_turn(_turn(0), CONSUMER, CONSUMERS)
+    state = (zeros(dk.block_shape[3]), zeros(dv.block_shape[3]), 0, 0, 0)
     k_ND, v_ND = wait_for(k_ring, 0, CONSUMER), wait_for(v_ring, 0, CONSUMER)
     for member in range(group_size):
         h = h_kv * group_size + member
@@ -175,7 +199,12 @@ def _compute(
             False, CONSUMER, BLOCK_M,
         )  # fmt: skip
 
-    dk_ND, dv_ND, count = state
+    dk_ND, dv_ND, h, i, count = state
+    take_turn(_turn(count), CONSUMER)
+    if count > 0:
+        BY_ROWS: gl.constexpr = BLOCK_M == CONSUMERS * ROWS
+        dq_MD = _dq_of(count + 1, k_ring, staging[0], CONSUMER, BY_ROWS)
+        _add_dq(warpgroup_mma_wait(0, (dq_MD,)), staging[1], dq_sum, b, h, i, CONSUMER, BY_ROWS)
     # Until here the other warpgroup may read this one's keys for dQ.
     meet(BOTH_HERE, CONSUMERS)
     k_ND.store((dk_ND * scale).to(dk.dtype))

@@ -22,13 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..geometry import any_masked, inside, key_bounds, mask_arguments
+from ..geometry import any_masked, key_bounds, mask_arguments
 from ..intervals import Intervals
 from ..online_softmax import softmax_finish, softmax_update
 from ..softcap import cap_scores, score_units
 from ..tiles import num_sms
 from ..views import VARYING, addressable
 from .launch import ROWS, Launch, launch_of, view
+from .masks import by_thread, inside_or
 from .pipeline import (
     FIRST_BARRIER,
     fetch,
@@ -135,22 +136,14 @@ def _scores_and_output(
 def _softmax(s_MN, row_max_M, scale_log2e, cap, lo_M, hi_M, j, MASKED: gl.constexpr):
     """One step of the online softmax over keys from j; of the row sum's gain each thread has its part."""
     s_MN = cap_scores(s_MN, cap)
-    BLOCK_N: gl.constexpr = s_MN.shape[1]
     if MASKED:
-        j_N = j + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_MN.type.layout))
-        s_MN = gl.where(inside(j_N[None, :], lo_M[:, None], hi_M[:, None]), s_MN, float("-inf"))
+        s_MN = inside_or(s_MN, lo_M - j, hi_M - j, float("-inf"))
     # A thread has pairs of neighbours, BLOCK_N / 8 of them: their maxima first, for a shorter chain.
-    pairs_max = gl.max(gl.max(gl.max(_by_thread(s_MN), 3), 1), 1)
+    pairs_max = gl.max(gl.max(gl.max(by_thread(s_MN), 3), 1), 1)
     block_max_M = gl.convert_layout(pairs_max, row_max_M.type.layout)
     p_MN, rescale_M, row_max_M = softmax_update(s_MN, block_max_M, row_max_M, scale_log2e, MASKED)
-    gain_MT = gl.sum(gl.sum(_by_thread(p_MN), 3), 1)
+    gain_MT = gl.sum(gl.sum(by_thread(p_MN), 3), 1)
     return p_MN, rescale_M, row_max_M, gain_MT
-
-
-@gluon.jit
-def _by_thread(x_MN):
-    """(M, N / 8, 4, 2): which of the four threads of a row holds what, in pairs."""
-    return x_MN.reshape([x_MN.shape[0], x_MN.shape[1] // 8, 4, 2])
 
 
 @gluon.jit

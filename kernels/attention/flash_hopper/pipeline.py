@@ -96,6 +96,7 @@ def fetch_with_message(ring, messages, n, message, desc, b, h, row, needed, CONS
     for i in gl.static_range(len(message)):
         numbers = gl.where(place == i, message[i], numbers)
     messages.index(n & (messages.shape[0] - 1)).store(numbers)
+    _meet_in_warp()  # its threads have all written before one of them says so
     if needed:
         _copy(ring, slot, desc, b, h, row)
     else:
@@ -206,14 +207,21 @@ def meet(barrier, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def take_turn(first_barrier, CONSUMER: gl.constexpr):
-    """Waits until the warpgroup before this one has issued its products."""
+    """Waits until the warpgroup before this one has given the turn."""
     _sync(first_barrier + CONSUMER, 2 * WARPGROUP)
 
 
 @gluon.jit
 def give_turn(first_barrier, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Lets the warpgroup after this one issue its products."""
+    """Lets the warpgroup after this one take the turn."""
     _arrive(first_barrier + (CONSUMER + 1) % CONSUMERS, 2 * WARPGROUP)
+
+
+@gluon.jit
+def _meet_in_warp():
+    _ = gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
