@@ -132,11 +132,6 @@ def _fastest_first(spec: AttentionSpec) -> tuple[str, ...]:
         return ("sdpa_efficient", "flash_v2", "sdpa_math", "standard")
     if spec.sm is None or spec.sm < 90:
         return ("flash_v2", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "standard")
-    # H200, packed documents of 1 to 2,047 tokens in 32k: of flash_v2's speed flash_hopper has at head dimension 64,
-    # whose tiles they fill badly, 0.83 forward (0.73 when it was 0.93 forward and backward), at 128 1.05 forward (0.94
-    # and 1.11); a mask that comes as bounds is taken for such. Its softcap was not measured.
-    if spec.intervals.bounds is not None and max(spec.head_dim, spec.v_head_dim) <= 64:
-        return ("flash_v2", "sdpa_efficient", "sdpa_math", "standard")
     return ("flash_hopper", "sdpa_cudnn", "flash_v2", "sdpa_flash", "sdpa_efficient", "sdpa_math", "standard")
 
 
