@@ -1,10 +1,12 @@
-"""Runs flash_v2, and on Hopper flash_hopper, on a representative set of small problems, for compute-sanitizer to watch.
+"""Runs flash_v2, on Hopper flash_hopper too, or one of them, on small problems of every kind for compute-sanitizer to watch.
 
     export PYTHONPATH=.:tests PYTORCH_NO_CUDA_MEMORY_CACHING=1
-    compute-sanitizer --tool memcheck python tests/attention/sanitize.py    (or --tool racecheck)
+    compute-sanitizer --tool memcheck python tests/attention/sanitize.py [VARIANT]    (or --tool racecheck)
 
 Without the caching allocator every tensor ends where its allocation ends.
 """
+
+import sys
 
 import torch
 from test_parity import MASKS
@@ -27,19 +29,29 @@ PROBLEMS = [
 ]
 
 
+def run_flash_v2(q, k, v, intervals, softcap) -> None:
+    for architecture in ("sm_90", "sm_80"):  # through TMA and through pointers
+        launch = tiles(architecture, max(q.shape[-1], v.shape[-1]), q.dtype)
+        out, lse = forward(q, k, v, intervals, 0.125, softcap, launch)
+        backward(out, lse, q, k, v, out, lse, intervals, 0.125, softcap, launch, True, True)
+
+
+def run_flash_hopper(q, k, v, intervals, softcap) -> None:
+    if refusal("flash_hopper", AttentionSpec.of(q, k, v, intervals, softcap=softcap)) is None:
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, lse = ops.flash_hopper(*leaves, intervals, 0.125, softcap)
+        torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), torch.ones_like(lse)))
+
+
+VARIANTS = {"flash_v2": run_flash_v2, "flash_hopper": run_flash_hopper}
+
+
 def main() -> None:
     for mask, Sq, Sk, Hq, Hkv, D, Dv, softcap, dtype in PROBLEMS:
         intervals = MASKS[mask](2, Sq, Sk).to("cuda")
         q, k, v = make_qkv(2, Sq, Sk, Hq, Hkv, D, Dv, dtype=dtype, device="cuda")
-        for architecture in ("sm_90", "sm_80"):  # through TMA and through pointers
-            launch = tiles(architecture, max(D, Dv), dtype)
-            out, lse = forward(q, k, v, intervals, 0.125, softcap, launch)
-            backward(out, lse, q, k, v, out, lse, intervals, 0.125, softcap, launch, True, True)
-            torch.cuda.synchronize()
-        if refusal("flash_hopper", AttentionSpec.of(q, k, v, intervals, softcap=softcap)) is None:
-            leaves = [x.requires_grad_() for x in (q, k, v)]
-            out, lse = ops.flash_hopper(*leaves, intervals, 0.125, softcap)
-            torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), torch.ones_like(lse)))
+        for name in sys.argv[1:] or VARIANTS:
+            VARIANTS[name](q, k, v, intervals, softcap)
             torch.cuda.synchronize()
         print(f"ran {mask} {Sq} x {Sk}, D {D}, {dtype}", flush=True)
 
