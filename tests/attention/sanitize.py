@@ -1,4 +1,4 @@
-"""Runs flash_v2, on Hopper flash_hopper too, or one of them, on small problems of every kind for compute-sanitizer to watch.
+"""Runs flash_v2 and, on Hopper, flash_hopper, or one of them, on small problems that compute-sanitizer can watch.
 
     export PYTHONPATH=.:tests PYTORCH_NO_CUDA_MEMORY_CACHING=1
     compute-sanitizer --tool memcheck python tests/attention/sanitize.py [VARIANT]    (or --tool racecheck)
