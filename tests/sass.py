@@ -16,6 +16,8 @@ WITHOUT_RESULT = (
     *("ST", "BAR", "SYNCS", "UTMA", "RED.", "BRA", "BRX", "EXIT", "WARP", "NANOSLEEP", "MEMBAR", "FENCE"),
     *("BSYNC", "BSSY", "USETMAXREG", "CCTL", "ERRBAR", "DEPBAR", "BREAK", "YIELD", "NOP", "UBLK", "ELECT"),
 )
+# A register of which one bit is cleared, to keep a predicate there: what its others hold is then of no interest.
+KEEPS_A_PREDICATE = re.compile(r"LOP3\.LUT R(\d+), R\1, 0x(?:f*[7bde]f*), RZ, 0xc0, !PT")
 UNIFORM = 256
 """The number of UR0; R0 is number 0."""
 
@@ -70,6 +72,8 @@ def _reads_and_sets(text: str) -> tuple[int, int]:
     operands = [operand.strip() for operand in operands.split(",")] if operands else []
     if operation.startswith("HGMMA"):
         return _of_product(operation, operands)
+    if kept := KEEPS_A_PREDICATE.search(text):
+        return 0, _bits("R", kept.group(1), 1)
     result = _place_of_result(operation, operands)
     reads = sets = 0
     for place, operand in enumerate(operands):

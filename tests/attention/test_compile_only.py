@@ -108,11 +108,9 @@ SPILLS_ON_SM_90 = {
 # The more of what triton 3.7.1 and 3.6.0 make of it: few bytes, at the speeds in NOTES.md. The backward at head
 # dimension 64 with softcap, which has 64 tanh a thread to keep, was not measured.
 FLASH_HOPPER_SPILLS = {
-    "flash_hopper_backward causal 64": 104,
-    "flash_hopper_backward causal 64 fp16": 104,
-    "flash_hopper_backward full 64": 24,
-    "flash_hopper_backward documents 128": 4,
-    "flash_hopper_backward all at once 64": 2156,
+    "flash_hopper_backward causal 64": 52,
+    "flash_hopper_backward causal 64 fp16": 52,
+    "flash_hopper_backward all at once 64": 2672,
 }
 # Elsewhere nothing was measured: less than an accumulator of 64 x 64 over 128 threads.
 SPILLS_ELSEWHERE = 124
@@ -181,6 +179,5 @@ def test_compiles_and_fits(architecture, problem):
             assert report["wgmma"] > 0, (name, report)
             assert (report["tma"] > 0) == (problem not in FLASH_V1), (name, report)
         if problem in FLASH_HOPPER or adds_up_dq:
-            # S and dP start with numbers, so one of the warpgroups waits for S before it issues dP; C7519 is no wait.
-            may_wait = {"C7517", "C7519"} if adds_up_dq else set()
-            assert report["registers"] and set(report["waits"]) <= may_wait and not report["unset"], (name, report)
+            assert report["registers"] and not set(report["waits"]) - {"C7519"}, (name, report)  # which is no wait
+            assert not report["unset"], (name, report)
