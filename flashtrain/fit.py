@@ -23,6 +23,7 @@ from flashtrain.assembly import Assembly, Data, assemble, load_initial_weights, 
 from flashtrain.composition import refuse_all_but
 from flashtrain.config import Config, TrainConfig
 from flashtrain.data.datamodule import StepDataModule
+from flashtrain.data.random_tokens import RandomCorpus
 from flashtrain.device import Device
 from flashtrain.entry import main
 from flashtrain.errors import UserError
@@ -153,7 +154,7 @@ def step_shape(train: TrainConfig, micro_batch_tokens: int, world_size: int) -> 
     return StepShape(rows, world_size, largest)
 
 
-def data_module(config: Config, corpus: Data, shape: StepShape) -> StepDataModule:
+def data_module(config: Config, corpus: Data | RandomCorpus, shape: StepShape) -> StepDataModule:
     """Its steps and its validation rows. Raises UserError where these are fewer than ranks."""
     train = config.train
     data = StepDataModule(
@@ -261,7 +262,7 @@ def _folder(config: Config, made: Assembly, corpus: Data, checkpoint: Path | Non
     return folder
 
 
-def training_flops(config: Config, model: GPT, corpus: Data) -> dict[str, float]:
+def training_flops(config: Config, model: GPT, corpus: Data | RandomCorpus) -> dict[str, float]:
     """FLOPs of a training token: the usual count, and one of only the keys that the layers' masks show.
 
     Where documents are apart a step shows more or fewer keys than another; counted is the mean of the training rows.

@@ -149,11 +149,9 @@ def make_trainer(
         "callbacks": [] if trace is None else [trace],
         "console": console or Console(quiet=True),
     }
-    arguments |= changes
-    arguments["checkpoints"] = Checkpoints(
-        folder / "checkpoints", checkpoint_every, keep_last, milestone_every, arguments["meter"]
-    )
-    trainer = build_trainer(**arguments)
+    meter = changes.get("meter", arguments["meter"])
+    kept = Checkpoints(folder / "checkpoints", checkpoint_every, keep_last, milestone_every, meter)
+    trainer = build_trainer(**{"checkpoints": kept, **arguments, **changes})
     trainer.callbacks[:0] = callbacks
     return trainer
 
