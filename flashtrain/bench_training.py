@@ -40,8 +40,9 @@ from flashtrain.training.timed import TimedSteps
 from flashtrain.training.trainer import build_trainer
 
 TAKEN = ("model", "data", "optimizer", "schedule", "trainer", "seed", "output")
-"""What of the settings of a run a step depends on, and where the result goes; and these alone of other groups:"""
-TAKEN_OF_GROUPS = ("train.sequence_length", "train.tokens_per_step", "attention.deterministic")
+"""What of the settings of a run a step depends on, and where the result goes."""
+TAKEN_OF_OTHERS = ("train.sequence_length", "train.tokens_per_step", "attention.deterministic")
+"""Of other groups these alone."""
 
 PRODUCT = {"warmup": 3, "rounds": 9}
 """Of the matrix product that a GPU's rate is measured by, before each length."""
@@ -97,7 +98,7 @@ def settle(composed: DictConfig, overrides: list[str]) -> list[BenchTrainingConf
     """The settings of a run for each length. Raises UserError for what such a run has no use for."""
     given = given_keys(overrides)
     not_taken = Config.__dataclass_fields__.keys() - TAKEN
-    if others := sorted(key for key in given if key.split(".")[0] in not_taken and key not in TAKEN_OF_GROUPS):
+    if others := sorted(key for key in given if key.split(".")[0] in not_taken and key not in TAKEN_OF_OTHERS):
         own = [name for name in BenchTrainingConfig.__dataclass_fields__ if name not in Config.__dataclass_fields__]
         raise UserError(
             f"{', '.join(others)} is not for this command, whose own settings are {', '.join(own)}; leave it out"
@@ -140,7 +141,7 @@ class TrainerSteps:
     def take_round(self) -> float:
         """Raises KeyboardInterrupt where a signal has ended the fit."""
         config, steps = self._config, self._config.train.steps
-        timed = TimedSteps(config.warmup, self._made.device.type)
+        timed = TimedSteps(config.warmup, config.steps, self._made.device.type)
         trainer = build_trainer(
             device_type=self._made.device.type,
             ranks=Ranks(rank=0, world_size=1, local_rank=0, per_machine=1),
@@ -222,6 +223,7 @@ def _product_rate(device: Device, seed: int) -> float | None:
     """FLOP/s of a large matrix product in the dtype that the model computes in; None on a CPU."""
     if device.type != "cuda":
         return None
+    device.set_tf32()
     return product_rate(CudaClock(), device.dtype, device=device.type, seed=seed, **PRODUCT)
 
 

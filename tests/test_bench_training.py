@@ -201,7 +201,7 @@ def test_one_step_without_warming_up_is_one_reading(bench, tmp_path):
     _, found = bench("warmup=0", "steps=1", "rounds=1", "variants=[sdpa_math]")
     assert all(len(row["readings_s"]) == 1 for row in found["measurements"])
     text = (tmp_path / "measured" / "bench_training.md").read_text()
-    assert "1 steps are timed, none of them left out to warm up" in text and "- one reading of each\n" in text
+    assert "A round times 1 step, with none before to warm up" in text and "- one reading of each\n" in text
 
 
 def test_a_signal_ends_it_after_the_step_under_way(monkeypatch, tmp_path):

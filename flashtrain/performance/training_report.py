@@ -21,7 +21,7 @@ class Conditions:
     """Dtypes and compilation, in words."""
     on_gpu: bool
     tokens: int
-    """Of a step, or fewer than a row has that is a step alone."""
+    """Of a step, but for longer rows, each of which is one."""
     warmup: int
     steps: int
     rounds: int
@@ -54,12 +54,12 @@ class Cell:
 
 def describe(given: Conditions) -> str:
     """What the figures mean and depend on."""
-    before = f"after {given.warmup} that are not" if given.warmup else "none of them left out to warm up"
+    before = f"after {given.warmup} untimed" if given.warmup else "with none before to warm up"
     sentences = [
         f"Tokens per second of whole optimizer steps of {given.model} on random tokens, {given.computing}, on "
         f"{given.device}; medians of {given.rounds} interleaved rounds.",
-        f"In a round {given.steps} steps are timed, {before}; a step has {given.tokens:,} tokens, or one row "
-        "where that is longer.",
+        f"A round times {given.steps} step{'s' * (given.steps > 1)}, {before}; a step has {given.tokens:,} tokens, or "
+        "one row where that is longer.",
     ]
     if given.on_gpu:
         sentences.append(

@@ -148,9 +148,9 @@ class _Contender:
 
 def _held_bytes(device_type: str) -> int:
     """What tensors hold of the GPU's memory once what nobody has is gone, the cache of free memory too; 0 on a CPU."""
-    gc.collect()
     if device_type != "cuda":
         return 0
+    gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated()

@@ -9,7 +9,7 @@ from flashtrain.training.timed import TimedSteps
 @pytest.mark.parametrize("untimed", [0, 2])
 def test_all_steps_but_the_first_are_timed(tmp_path, monkeypatch, untimed):
     """By a clock that goes on by a second a step."""
-    timed, data = TimedSteps(untimed, "cpu"), Steps(5)
+    timed, data = TimedSteps(untimed, 5 - untimed, "cpu"), Steps(5)
     monkeypatch.setattr("flashtrain.performance.timing.time.perf_counter", lambda: float(trainer.global_step))
     trainer = make_trainer(tmp_path, 5, trace=timed, validate_every=None)
     trainer.fit(make_module(5), data)
