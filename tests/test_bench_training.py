@@ -1,9 +1,11 @@
 """`python -m flashtrain.bench_training` from the command line to its files, on a CPU."""
 
+import gc
 import json
 import re
 import signal
 import sys
+import weakref
 from dataclasses import replace
 from types import ModuleType
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from commands import SMALL_BENCH_TRAINING, run_command
 
+from flashtrain.bench_training import TrainerSteps
 from flashtrain.kernels.attention.variants import VARIANTS
 
 COMMAND = "python -m flashtrain.bench_training"
@@ -147,6 +150,65 @@ def test_a_lack_of_memory_is_the_end_of_its_row_alone(bench, monkeypatch, tmp_pa
     assert all(row["tokens_per_second"] for row in rows_of(found, "sdpa_math"))
     text = (tmp_path / "measured" / "bench_training.md").read_text()
     assert re.search(rf"^\| `standard` \| [\d,]+ \| {word} \|$", text, re.MULTILINE)
+
+
+def test_what_one_without_memory_has_taken_is_free_before_the_next_round(bench, monkeypatch):
+    """Its model, and what its step had computed by then."""
+    taken, alive = [], []
+
+    def attend(q, *rest):
+        taken.append(weakref.ref(q))
+        raise torch.OutOfMemoryError
+
+    def note(device_type):
+        gc.collect()
+        alive.append(sum(of() is not None for of in taken))
+        return 0
+
+    def build(self, config, variant):
+        built(self, config, variant)
+        if variant == "standard":
+            taken.append(weakref.ref(self._made.model))
+
+    built = TrainerSteps.__init__
+    monkeypatch.setattr(TrainerSteps, "__init__", build)
+    monkeypatch.setitem(VARIANTS, "standard", replace(VARIANTS["standard"], attend=attend, attend_alone=None))
+    monkeypatch.setattr("flashtrain.performance.training_steps._held_bytes", note)
+    bench("variants=[standard,sdpa_math]", "lengths=[32]", "rounds=3")
+    assert len(taken) == 2 and max(alive) == 1 and alive[-1] == 0, "its model alone, until it fails"
+    assert alive.index(0, alive.index(1)) < len(alive) - 2
+
+
+def test_the_share_is_of_the_rate_measured_before_a_length(bench, monkeypatch, tmp_path):
+    rates = iter((1e10, 2e10))
+    monkeypatch.setattr("flashtrain.bench_training._product_rate", lambda device, seed: next(rates))
+    _, found = bench("variants=[sdpa_math]")
+    for row, rate in zip(rows_of(found, "sdpa_math"), (1e10, 2e10), strict=True):
+        share = row["flops_per_token"] * row["tokens_per_second"] / rate
+        assert row["product_rate"] == rate and row["share_of_product_rate"] == pytest.approx(share)
+    text = (tmp_path / "measured" / "bench_training.md").read_text()
+    assert re.search(r"^\| `sdpa_math` \| [\d,]+ \(\d+ %\) \| [\d,]+ \(\d+ %\) \|$", text, re.MULTILINE)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_every_system_has_its_own_peak_and_is_compiled_once(bench, module):
+    """The peer holds a GiB between its rounds, which is none of the others'."""
+    from torch._dynamo.utils import counters
+
+    def gpt(sequence_length, tokens):
+        held = torch.empty(2**30, dtype=torch.int8, device="cuda")
+        return lambda: held.add_(1), tokens
+
+    module("other", gpt=gpt)
+    counters.clear()
+    variants = ["standard", "sdpa_math", "flash_v2"]
+    changes = ["trainer.device=cuda", "model.head_dim=64", "rounds=3", "peers=[other:gpt]"]
+    _, found = bench(f"variants=[{','.join(variants)}]", *changes)
+    assert counters["frames"]["total"] == 2 * len(variants)
+    for row in found["measurements"]:
+        assert row["no_speed"] is None and row["product_rate"] > 1e12
+        assert row["peak_gib"] == 1.0 if row["name"] == "other:gpt" else 0 < row["peak_gib"] < 0.5
+        assert (row["share_of_product_rate"] is None) == (row["name"] == "other:gpt")
 
 
 def test_a_peer_has_a_row_with_the_tokens_that_it_says(bench, module, tmp_path):
