@@ -55,18 +55,34 @@ class Assembly:
 
 def assemble(config: Config, *, trains: bool) -> Assembly:
     """Make it all, for rows of the training length and of the lengths to evaluate; the seed draws weights."""
+    fed, piece = config.eval.fed_lengths(), config.eval.prefill_tokens
+    return _made(
+        config,
+        [config.train.sequence_length, *(min(length, piece or length) for length in fed)],
+        pieces=[(piece, length) for length in fed if length > (piece or length)],
+        trains=trains,
+    )
+
+
+def assemble_training(config: Config) -> Assembly:
+    """Make what training takes, and nothing that only an evaluation asks for; the seed draws weights."""
+    return _made(config, [config.train.sequence_length], pieces=[], trains=True)
+
+
+def _made(
+    config: Config, lengths: Sequence[int], *, pieces: Sequence[tuple[int, int]], trains: bool
+) -> Assembly:
+    """Assembled for rows of these lengths, and of pieces as `choose_attention` has them."""
     device = devices.resolve(config.trainer.device, config.trainer.precision, config.trainer.compile)
     device.set_tf32()
     tokenizer = open_tokenizer(config.data)
     options = resolve_model(config.model, tokenizer)
-    fed, piece = config.eval.fed_lengths(), config.eval.prefill_tokens
-    lengths = [min(length, piece or length) for length in fed]
     variant = choose_attention(
         config.attention.variant,
         options,
         device,
-        [*lengths, config.train.sequence_length],
-        pieces=[(piece, length) for length in fed if length > (piece or length)],
+        lengths,
+        pieces=pieces,
         packed_length=config.train.sequence_length if trains and config.data.isolate_documents else None,
         trains=trains,
         deterministic=config.attention.deterministic,

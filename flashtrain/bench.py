@@ -6,23 +6,21 @@
 
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from rich.console import Console
 
 from flashtrain import runs
 from flashtrain.composition import Root
-from flashtrain.contradictions import MOST_SEEDS, not_among, once_each
+from flashtrain.contradictions import MOST_SEEDS, not_among, not_counts, not_found, not_measured, not_new
 from flashtrain.device import DTYPES, resolve_type
 from flashtrain.entry import main
-from flashtrain.errors import UserError
 from flashtrain.kernels.attention import VARIANT_NAMES, Intervals
-from flashtrain.performance.attention import FLOPS_PER_VISIBLE_PAIR, PASSES, Measurement, NoSpeed, Problem, measure
+from flashtrain.performance.attention import FLOPS_PER_VISIBLE_PAIR, PASSES, Measurement, Problem, measure
 from flashtrain.performance.hardware import gpu_state
 from flashtrain.performance.masks import MASKS, Masks
-from flashtrain.performance.peers import Peer
+from flashtrain.performance.no_speed import NoSpeed
+from flashtrain.performance.peers import Peer, versions_of
 from flashtrain.performance.plot import save_plot
 from flashtrain.performance.report import (
     Conditions,
@@ -33,8 +31,8 @@ from flashtrain.performance.report import (
     multiples,
     multiples_tables,
     speed_tables,
-    terminal_table,
 )
+from flashtrain.performance.tables import terminal_table
 from flashtrain.performance.timing import Clock, CudaClock, HostClock, Timing
 
 
@@ -86,24 +84,19 @@ class BenchConfig:
         ]
         problems += [
             *not_among("variants", self.variant_names, VARIANT_NAMES),
-            *_not_peers(self.peers),
+            *not_found("peers", self.peers, Peer.named),
             *not_among("masks", self.masks, MASKS),
             *not_among("passes", self.passes, PASSES),
             *not_among("dtype", [self.dtype], DTYPES),
-            *_counts("head_dims", self.head_dims),
-            *_counts("lengths", self.lengths),
+            *not_counts("head_dims", self.head_dims),
+            *not_counts("lengths", self.lengths),
         ]
         if self.warmup < 0:
             problems.append(f"warmup is {self.warmup}; it must be 0 or more")
         if not 0 <= self.seed < MOST_SEEDS:
             problems.append(f"seed is {self.seed}; it must be at least 0 and below {MOST_SEEDS}")
-        if self.relative_to is not None and self.relative_to not in self.names:
-            either = _words(self.variant_names) + (f"; or of the peers: {_words(self.peers)}" if self.peers else "")
-            problems.append(f"relative_to is {self.relative_to}; it must be one of the variants: {either}")
-        if self.output == "":
-            problems.append("output is empty; name a new folder, or leave it out for runs/ with the time")
-        elif self.output is not None and Path(self.output).exists():
-            problems.append(f"output={self.output} exists; name another")
+        problems += not_measured("relative_to", self.relative_to, self.variant_names, self.peers)
+        problems += not_new("output", self.output)
         return problems or self._sizes()
 
     def _sizes(self) -> list[str]:
@@ -143,7 +136,7 @@ def run(config: BenchConfig) -> None:
     device = resolve_type("device", config.device)
     folder = runs.new_folder(config.output, "bench")
     peers = [Peer.named(name) for name in config.peers]
-    facts = runs.provenance(device=runs.device_name(device), peers={peer.name: peer.versions for peer in peers})
+    facts = runs.provenance(device=runs.device_name(device), peers={name: versions_of(name) for name in config.peers})
     masks = Masks(config.window, config.longest_document, config.seed)
     clock: Clock = CudaClock() if device == "cuda" else HostClock()
     given = _conditions(config, device, masks, facts)
@@ -246,29 +239,6 @@ def _made_with(facts: dict) -> str:
     command = shlex.join(["python", "-m", "flashtrain.bench", *facts["command"][1:]])
     versions = [runs.versions(facts), *dict.fromkeys(found for peer in facts["peers"].values() for found in peer)]
     return f"({', '.join(versions)}; `{command}`)"
-
-
-def _not_peers(names: list[str]) -> list[str]:
-    """Problems of a list of peers; it may be empty."""
-    problems = once_each("peers", names) if names else []
-    for name in dict.fromkeys(names):
-        try:
-            Peer.named(name)
-        except UserError as mistake:
-            problems.append(str(mistake))
-    return problems
-
-
-def _counts(key: str, values: Sequence[int]) -> list[str]:
-    """Problems of a list of numbers that count something."""
-    small = [value for value in values if value < 1]
-    if small:
-        return [f"{key} has {_words(small)}; all must be at least 1"]
-    return once_each(key, values)
-
-
-def _words(values: Sequence[object]) -> str:
-    return ", ".join(map(str, values))
 
 
 if __name__ == "__main__":

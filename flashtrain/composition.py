@@ -65,7 +65,7 @@ def settle(composed: DictConfig, overrides: list[str]) -> Config:
         _refuse_for_recall(overrides)
         shortest = config.data.shortest
     config.eval = config.eval.resolve(config.train.sequence_length, config.model.position_limit, shortest)
-    _refuse(contradictions(config))
+    refuse(contradictions(config))
     if by_word:
         refuse_another_run(Path(config.output), config)
     return config
@@ -75,7 +75,7 @@ def settle_alone(composed: DictConfig, overrides: list[str]) -> Any:
     """The settings of a command that reads no run: an instance of a dataclass with a `validate`, as `settle` says."""
     _refuse_unknown_keys(composed)
     config = OmegaConf.to_object(composed)
-    _refuse(config.validate())
+    refuse(config.validate())
     return config
 
 
@@ -135,7 +135,8 @@ def unknown_key(full_key: str, group: type) -> str:
     return f"there is no setting {full_key}; allowed are {', '.join(where + name for name in names)}"
 
 
-def _refuse(problems: list[str]) -> None:
+def refuse(problems: list[str]) -> None:
+    """Raise UserError where there are any, with all of them."""
     if len(problems) > 1:
         raise UserError("\n  - ".join(["these settings do not go together:", *problems]))
     if problems:

@@ -5,11 +5,13 @@ A group with a `validate` of its own says its problems itself; here are those of
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from flashtrain import runs
 from flashtrain.config import CHOICES, Config, GenerateConfig, TrainConfig, TrainerConfig
 from flashtrain.data.options import RecallOptions
+from flashtrain.errors import UserError
 from flashtrain.model.checkpointing import MODES
 from flashtrain.model.rope_options import TYPES, RopeOptions
 
@@ -55,7 +57,45 @@ def once_each(key: str, values: Sequence[object]) -> list[str]:
     if not values:
         return [f"{key} is empty; give at least one"]
     twice = [value for index, value in enumerate(values) if value in values[:index]]
-    return [f"{key} has {', '.join(map(str, twice))} more than once; name each once"] if twice else []
+    return [f"{key} has {_words(twice)} more than once; name each once"] if twice else []
+
+
+def not_counts(key: str, values: Sequence[int]) -> list[str]:
+    """Problems of a list of numbers that count something."""
+    small = [value for value in values if value < 1]
+    if small:
+        return [f"{key} has {_words(small)}; all must be at least 1"]
+    return once_each(key, values)
+
+
+def not_found(key: str, names: Sequence[str], find: Callable[[str], object]) -> list[str]:
+    """Problems of a list of names, which may be empty: those of `once_each`, or what `find` raises as a UserError."""
+    problems = once_each(key, names) if names else []
+    for name in dict.fromkeys(names):
+        try:
+            find(name)
+        except UserError as mistake:
+            problems.append(str(mistake))
+    return problems
+
+
+def not_measured(key: str, name: str | None, variants: Sequence[str], peers: Sequence[str]) -> list[str]:
+    """Problems of the one that the others' speed is given as a multiple of; None for none."""
+    if name is None or name in (*variants, *peers):
+        return []
+    either = _words(variants) + (f"; or of the peers: {_words(peers)}" if peers else "")
+    return [f"{key} is {name}; it must be one of the variants: {either}"]
+
+
+def not_new(key: str, folder: str | None) -> list[str]:
+    """Problems of a folder that is to be made; None for one with the time."""
+    if folder == "":
+        return [f"{key} is empty; name a new folder, or leave it out for runs/ with the time"]
+    return [f"{key}={folder} exists; name another"] if folder is not None and Path(folder).exists() else []
+
+
+def _words(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _misnamed(config: Config) -> list[str]:

@@ -23,6 +23,7 @@ from flashtrain.assembly import Assembly, Data, assemble, load_initial_weights, 
 from flashtrain.composition import refuse_all_but
 from flashtrain.config import Config, TrainConfig
 from flashtrain.data.datamodule import StepDataModule
+from flashtrain.data.random_tokens import RandomCorpus
 from flashtrain.device import Device
 from flashtrain.entry import main
 from flashtrain.errors import UserError
@@ -34,7 +35,7 @@ from flashtrain.model.head import summed_cross_entropy, token_nll
 from flashtrain.performance.flops import flops_per_token, peak_flops, visible_keys
 from flashtrain.ranks import Ranks
 from flashtrain.saved_settings import to_yaml
-from flashtrain.training.checkpoint import load_weights, step_to_resume
+from flashtrain.training.checkpoint import Checkpoints, load_weights, step_to_resume
 from flashtrain.training.loggers import build_loggers, require_wandb
 from flashtrain.training.memory import MicroBatch, StepMemory, predict_peak
 from flashtrain.training.meter import SpeedMeter, peak_memory_gib
@@ -84,12 +85,12 @@ def run(config: Config) -> None:
         start += f", from the weights of {config.train.init_from} after step {initial_step:,}"
     corpus = open_data(config.data, made.tokenizer)
     shape = step_shape(config.train, config.trainer.micro_batch_tokens, mine.world_size)
-    data = _data_module(config, corpus, shape)
+    data = data_module(config, corpus, shape)
     evaluate.require_key_tokens(corpus, config.eval)
     if reason := evaluate.unscorable(corpus, config.eval):
         log.warning("perplexity by context will not be measured: %s", reason)
     folder = _folder(config, made, corpus, checkpoint, mine.world_size) if mine.is_first else Path(os.devnull)
-    module = _training_module(config, made, shape, folder)
+    module = training_module(config, made, shape, folder / runs.FAULT_FOLDER)
     meter = SpeedMeter(config.train.tokens_per_step)
     trainer = _trainer(config, made, corpus, folder, mine, meter, console)
     log.info(_summary(config, made, corpus, shape, start))
@@ -153,7 +154,8 @@ def step_shape(train: TrainConfig, micro_batch_tokens: int, world_size: int) -> 
     return StepShape(rows, world_size, largest)
 
 
-def _data_module(config: Config, corpus: Data, shape: StepShape) -> StepDataModule:
+def data_module(config: Config, corpus: Data | RandomCorpus, shape: StepShape) -> StepDataModule:
+    """Its steps and its validation rows. Raises UserError where these are fewer than ranks."""
     train = config.train
     data = StepDataModule(
         corpus,
@@ -174,7 +176,8 @@ def _data_module(config: Config, corpus: Data, shape: StepShape) -> StepDataModu
     return data
 
 
-def _training_module(config: Config, made: Assembly, shape: StepShape, folder: Path) -> TrainingModule:
+def training_module(config: Config, made: Assembly, shape: StepShape, fault_folder: Path | None) -> TrainingModule:
+    """What takes its steps; `fault_folder` as `TrainingModule` has it."""
     head = {"vocab_size": made.model.options.vocab_size, "chunk_size": config.trainer.head_chunk_tokens}
     return TrainingModule(
         made.model,
@@ -187,7 +190,7 @@ def _training_module(config: Config, made: Assembly, shape: StepShape, folder: P
         micro_batch_rows=shape.micro_batch_rows,
         autocast=made.device.autocast,
         scale_loss=made.device.dtype == torch.float16,
-        fault_folder=folder / runs.FAULT_FOLDER,
+        fault_folder=fault_folder,
     )
 
 
@@ -203,16 +206,15 @@ def _trainer(
         ranks=mine,
         num_steps=train.steps,
         validate_every=train.validate_every,
-        checkpoint_every=train.checkpoint_every,
-        keep_last=train.keep_last,
-        milestone_every=train.milestone_every,
         log_every=train.log_every,
-        checkpoint_folder=folder / runs.CHECKPOINT_FOLDER,
+        checkpoints=Checkpoints(
+            folder / runs.CHECKPOINT_FOLDER, train.checkpoint_every, train.keep_last, train.milestone_every, meter
+        ),
         loggers=build_loggers(logs, **vars(config.logger), **named) if first else [],
         meter=meter,
-        flops_per_token=_flops(config, made.model, corpus),
+        flops_per_token=training_flops(config, made.model, corpus),
         peak_flops=None if of_gpu is None else mine.world_size * of_gpu,
-        trace=TraceSteps(*profiled, logs, meter) if profiled and first else None,
+        callbacks=[TraceSteps(*profiled, logs, meter)] if profiled and first else [],
         console=console,
     )
 
@@ -260,7 +262,7 @@ def _folder(config: Config, made: Assembly, corpus: Data, checkpoint: Path | Non
     return folder
 
 
-def _flops(config: Config, model: GPT, corpus: Data) -> dict[str, float]:
+def training_flops(config: Config, model: GPT, corpus: Data | RandomCorpus) -> dict[str, float]:
     """FLOPs of a training token: the usual count, and one of only the keys that the layers' masks show.
 
     Where documents are apart a step shows more or fewer keys than another; counted is the mean of the training rows.

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from flashtrain import bench, check, convert, evaluate, explain, fit, generate, replay
+from flashtrain import bench, bench_training, check, convert, evaluate, explain, fit, generate, replay
 from flashtrain.composition import RUN
 from flashtrain.config import Config
 from flashtrain.entry import main
@@ -19,6 +19,7 @@ VERBS = {
     "-m flashtrain.replay": (replay.run, RUN),
     "-m flashtrain.check": (check.run, check.ROOT),
     "-m flashtrain.bench": (bench.run, bench.ROOT),
+    "-m flashtrain.bench_training": (bench_training.run, bench_training.ROOT),
     "-m flashtrain.explain": (explain.run, explain.ROOT),
 }
 
@@ -68,6 +69,20 @@ SMALL_BENCH = [
     "longest_document=40",
     "warmup=1",
     "rounds=3",
+]
+
+SMALL_BENCH_TRAINING = [
+    "trainer=cpu",
+    "model.num_layers=1",
+    "model.hidden_size=32",
+    "model.num_heads=1",
+    "model.vocab_size=257",
+    "lengths=[32,64]",
+    "variants=[sdpa_math,sdpa_cudnn]",
+    "train.tokens_per_step=128",
+    "warmup=1",
+    "steps=2",
+    "rounds=2",
 ]
 
 SMALL_EXPLAIN = [

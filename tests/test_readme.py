@@ -4,7 +4,16 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import SMALL, SMALL_BENCH, SMALL_CHECK, SMALL_EXPLAIN, SMALL_RECALL, VERBS, run_command
+from commands import (
+    SMALL,
+    SMALL_BENCH,
+    SMALL_BENCH_TRAINING,
+    SMALL_CHECK,
+    SMALL_EXPLAIN,
+    SMALL_RECALL,
+    VERBS,
+    run_command,
+)
 from tiny_checkpoint import save_checkpoint
 
 from flashtrain.kernels.attention import markdown, support_table
@@ -33,7 +42,9 @@ def test_the_two_commands_come_first():
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command != "python -m pytest"])
 def test_command_runs(folder, monkeypatch, command):
     monkeypatch.chdir(folder)
-    if "flashtrain.bench" in command:
+    if "flashtrain.bench_training" in command:
+        small = SMALL_BENCH_TRAINING
+    elif "flashtrain.bench" in command:
         small = SMALL_BENCH
     elif "flashtrain.check" in command:
         small = SMALL_CHECK
@@ -49,7 +60,7 @@ def test_command_runs(folder, monkeypatch, command):
         small = []
     else:
         small = ["generate.num_tokens=4", "eval.lengths=[65]"]
-    if "sdpa_cudnn" in command:
+    if "sdpa_cudnn" in command and "train.py" in command:
         with pytest.raises(SystemExit, match="sdpa_cudnn runs on cuda, not on cpu"):
             run_command(command, *small)
     else:

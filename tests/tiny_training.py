@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from flashtrain.device import PRECISIONS, Device
 from flashtrain.ranks import Ranks
-from flashtrain.training.checkpoint import newest_checkpoint
+from flashtrain.training.checkpoint import Checkpoints, newest_checkpoint
 from flashtrain.training.meter import SpeedMeter
 from flashtrain.training.module import TrainingModule
 from flashtrain.training.optim import MuonOptions, OptimizerOptions
@@ -124,25 +124,34 @@ def make_module(num_steps: int, *, micro_batch_rows=ROWS, seed=0, width=WIDTH, d
     )
 
 
-def make_trainer(folder, num_steps: int, *, console: Console | None = None, callbacks=(), **changes):
+def make_trainer(
+    folder,
+    num_steps: int,
+    *,
+    console: Console | None = None,
+    callbacks=(),
+    trace=None,
+    checkpoint_every=10,
+    keep_last=0,
+    milestone_every=None,
+    **changes,
+):
     arguments = {
         "device_type": "cpu",
         "ranks": Ranks(rank=0, world_size=1, local_rank=0, per_machine=1),
         "num_steps": num_steps,
         "validate_every": 10,
-        "checkpoint_every": 10,
-        "keep_last": 0,
-        "milestone_every": None,
         "log_every": 5,
-        "checkpoint_folder": folder / "checkpoints",
         "loggers": [],
         "meter": SpeedMeter(ROWS * LENGTH),
         "flops_per_token": {},
         "peak_flops": None,
-        "trace": None,
+        "callbacks": [] if trace is None else [trace],
         "console": console or Console(quiet=True),
     }
-    trainer = build_trainer(**arguments | changes)
+    meter = changes.get("meter", arguments["meter"])
+    kept = Checkpoints(folder / "checkpoints", checkpoint_every, keep_last, milestone_every, meter)
+    trainer = build_trainer(**{"checkpoints": kept, **arguments, **changes})
     trainer.callbacks[:0] = callbacks
     return trainer
 

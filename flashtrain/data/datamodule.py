@@ -14,10 +14,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from flashtrain.data.corpus import Corpus, TokenStream
 from flashtrain.data.order import rows_for_step
+from flashtrain.data.random_tokens import RandomCorpus, RandomStream
 from flashtrain.data.recall import RecallCorpus, RecallStream
 from flashtrain.errors import UserError
 
 NOT_SCORED = -100  # cross-entropy's ignore index
+
+Stream = TokenStream | RecallStream | RandomStream
 
 Batch = dict[str, torch.Tensor]
 """inputs and labels, each (rows, sequence_length) int64; a label is the token after its input, or `NOT_SCORED` where
@@ -40,7 +43,7 @@ class StepDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        corpus: Corpus | RecallCorpus,
+        corpus: Corpus | RecallCorpus | RandomCorpus,
         *,
         sequence_length: int,
         rows_per_step: int,
@@ -81,9 +84,7 @@ class StepDataModule(L.LightningDataModule):
             raise batch
         return batch
 
-    def _loader(
-        self, stream: TokenStream | RecallStream, batches: Iterable[np.ndarray], num_workers: int
-    ) -> DataLoader:
+    def _loader(self, stream: Stream, batches: Iterable[np.ndarray], num_workers: int) -> DataLoader:
         rows = _Rows(stream, self.sequence_length, self.isolate_documents)
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
         return DataLoader(
@@ -102,7 +103,7 @@ class _Rows(Dataset):
     A mistake of the user is returned instead of raised, since torch wraps what a worker raises in text of its own.
     """
 
-    def __init__(self, stream: TokenStream | RecallStream, sequence_length: int, isolate_documents: bool) -> None:
+    def __init__(self, stream: Stream, sequence_length: int, isolate_documents: bool) -> None:
         self._stream = stream
         self._sequence_length = sequence_length
         self._isolate_documents = isolate_documents
@@ -155,7 +156,7 @@ def _leave_signals_to_the_trainer(worker: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
-def _require_a_row(split: str, stream: TokenStream, source: str, sequence_length: int) -> None:
+def _require_a_row(split: str, stream: Stream, source: str, sequence_length: int) -> None:
     if stream.num_rows(sequence_length) < 1:
         raise UserError(
             f"the {split} documents of {source} have {stream.num_tokens} tokens together and a row takes "

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flashtrain.kernels.attention import AttentionSpec, Deviation, Intervals, Reference, attention, refusal
+from flashtrain.performance.no_speed import NoSpeed, one_line
 from flashtrain.performance.peers import Peer
 from flashtrain.performance.timing import Clock, Stage, Timing, interleaved
 
@@ -57,19 +58,6 @@ class Problem:
             kv_len=self.length,
             intervals=intervals,
         )
-
-
-@dataclass(frozen=True)
-class NoSpeed:
-    """Why a variant or peer has no speed on a problem."""
-
-    word: str
-    """In place of a figure."""
-    reason: str | None = None
-    """The end of a sentence that begins with its name, where the word does not say it all."""
-
-    def __str__(self) -> str:
-        return self.word if self.reason is None else self.reason
 
 
 @dataclass(frozen=True)
@@ -241,7 +229,7 @@ def _tried(call: Call, inputs: Inputs, dout: Tensor) -> _Contender:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        reason = f"has no backward: it takes no inputs that require gradients ({_one_line(error)})"
+        reason = f"has no backward: it takes no inputs that require gradients ({one_line(error)})"
     else:
         return _Contender(call, _lack_of_backward(out, leaves, dout))
     call(*inputs)
@@ -256,7 +244,7 @@ def _lack_of_backward(out: Tensor, leaves: Inputs, dout: Tensor) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except (Exception, SystemExit) as error:
-        return f"has no backward: it raises {_one_line(error)}"
+        return f"has no backward: it raises {one_line(error)}"
     return None
 
 
@@ -290,7 +278,7 @@ def _check(
     try:
         reference = Reference.of(inputs, intervals, dout=dout, samples=compared)
     except Exception as error:  # on a CPU a lack of memory is no error of its own
-        return {}, dict.fromkeys(contenders, NoSpeed(f"not checked: {_one_line(error)}"))
+        return {}, dict.fromkeys(contenders, NoSpeed(f"not checked: {one_line(error)}"))
     checks, unfit = {}, {}
     for name, contender in contenders.items():
         try:
@@ -352,16 +340,7 @@ def _leaves(inputs: Inputs) -> Inputs:
 
 
 def _raised(error: Exception) -> NoSpeed:
-    return NoSpeed(f"failed: {_one_line(error)}")
-
-
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    if isinstance(error, _ChangedInputs):
-        return "changes its inputs"
-    first, *_ = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return NoSpeed("failed: changes its inputs") if isinstance(error, _ChangedInputs) else NoSpeed.of(error)
 
 
 def _stage(pass_name: str, contender: _Contender, leaves: Inputs, dout: Tensor) -> Stage:

@@ -1,16 +1,53 @@
-"""Attention functions of other packages, to be measured beside the variants: how they are named and called."""
+"""Functions of other packages, to be measured beside ours: how they are named and called."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import packages_distributions, version
+from typing import Any
 
 from torch import Tensor
 
 from flashtrain.errors import UserError
 from flashtrain.kernels.attention import Intervals
+
+
+def named_function(name: str, example: str) -> Callable[..., Any]:
+    """The function that `name`, MODULE:FUNCTION as in `example`, says, its module imported.
+
+    Raises UserError where there is none.
+    """
+    module_name, _, function_name = name.partition(":")
+    if not (module_name and function_name):
+        raise UserError(f"peers has {name}; write MODULE:FUNCTION, as in {example}")
+    try:
+        module = importlib.import_module(module_name)
+        function = getattr(module, function_name, None)
+    except (Exception, SystemExit) as error:  # a library that does not fit the others here raises anything
+        raise UserError(
+            f"peers has {name}, and {module_name} cannot be imported ({error!r}); install the package that holds "
+            "it, put its folder on PYTHONPATH, or leave it out"
+        ) from error
+    if not callable(function):
+        raise UserError(f"peers has {name}, and {module_name} has no function {function_name}; name one of its own")
+    return function
+
+
+def versions_of(name: str) -> list[str]:
+    """The installed distributions that the module of a peer may be of."""
+    package, _, _ = name.partition(":")[0].partition(".")
+    return [f"{found} {version(found)}" for found in sorted(set(packages_distributions().get(package, [])))]
+
+
+@contextlib.contextmanager
+def _exits_as_errors() -> Iterator[None]:
+    try:
+        yield
+    except SystemExit as stop:
+        raise RuntimeError(f"raised {stop!r}") from stop
 
 
 @dataclass(frozen=True)
@@ -24,27 +61,8 @@ class Peer:
 
     @classmethod
     def named(cls, name: str) -> Peer:
-        """The function that `name` says, its module imported. Raises UserError where there is none."""
-        module_name, _, function_name = name.partition(":")
-        if not (module_name and function_name):
-            raise UserError(f"peers has {name}; write MODULE:FUNCTION, as in flash_attn_interface:flash_attn_func")
-        try:
-            module = importlib.import_module(module_name)
-            function = getattr(module, function_name, None)
-        except (Exception, SystemExit) as error:  # a library that does not fit the others here raises anything
-            raise UserError(
-                f"peers has {name}, and {module_name} cannot be imported ({error!r}); install the package that holds "
-                "it, put its folder on PYTHONPATH, or leave it out"
-            ) from error
-        if not callable(function):
-            raise UserError(f"peers has {name}, and {module_name} has no function {function_name}; name one of its own")
-        return cls(name, function)
-
-    @property
-    def versions(self) -> list[str]:
-        """The installed distributions that the module may be of."""
-        package, _, _ = self.name.partition(":")[0].partition(".")
-        return [f"{found} {version(found)}" for found in sorted(set(packages_distributions().get(package, [])))]
+        """The function that `name` says. Raises UserError where there is none."""
+        return cls(name, named_function(name, "flash_attn_interface:flash_attn_func"))
 
     def refusal(self, intervals: Intervals) -> str | None:
         """Why it cannot do that mask, as the end of a sentence that begins with its name, or None."""
@@ -56,13 +74,44 @@ class Peer:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, intervals: Intervals) -> Tensor:
         """Its out. Raises what the function raises, RuntimeError in place of SystemExit, and TypeError where out is no
         tensor."""
-        try:
+        with _exits_as_errors():
             result = self.function(q, k, v, causal=intervals.is_causal)
-        except SystemExit as stop:
-            raise RuntimeError(f"raised {stop!r}") from stop
         is_sequence = isinstance(result, tuple | list)
         out = result[0] if is_sequence and result else result
         if not isinstance(out, Tensor):
             what = f"an empty {type(result).__name__}" if is_sequence and not result else type(out).__name__
             raise TypeError(f"returned {what}, not out or a tuple that begins with it")
         return out
+
+
+@dataclass(frozen=True)
+class TrainingPeer:
+    """A function `function(sequence_length, tokens)` that gives (step, tokens): `step()` takes one optimizer step of so
+    many tokens, in rows of that length; it is asked for about as many as are given."""
+
+    name: str
+    """MODULE:FUNCTION, as it was asked for."""
+    function: Callable[[int, int], tuple[Callable[[], object], int]]
+
+    @classmethod
+    def named(cls, name: str) -> TrainingPeer:
+        """The function that `name` says. Raises UserError where there is none."""
+        return cls(name, named_function(name, "my_trainer:gpt2"))
+
+    def build(self, sequence_length: int, tokens: int) -> tuple[Callable[[], None], int]:
+        """Its step and the tokens of one. Raises what the function raises, RuntimeError in place of SystemExit, also
+        in a step, and TypeError where it gives something else."""
+        with _exits_as_errors():
+            result = self.function(sequence_length, tokens)
+        match result:
+            case (step, int(taken)) if callable(step) and taken > 0:
+                return _step_of(step), taken
+        raise TypeError("returned no (step, tokens)")
+
+
+def _step_of(step: Callable[[], object]) -> Callable[[], None]:
+    def take() -> None:
+        with _exits_as_errors():
+            step()
+
+    return take

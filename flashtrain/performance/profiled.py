@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from flashtrain.kernels.attention import Intervals
-from flashtrain.performance.attention import NoSpeed, Problem, measure
+from flashtrain.performance.attention import Problem, measure
 from flashtrain.performance.masks import Masks
+from flashtrain.performance.no_speed import NoSpeed
 
 MARKER = "spin_kernel"
 """In the name of the kernel of `torch.cuda._sleep`, which no variant of attention launches."""

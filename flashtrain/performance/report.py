@@ -8,19 +8,12 @@ import math
 from dataclasses import asdict, dataclass
 from statistics import geometric_mean
 
-from rich import box
-from rich.console import Group
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
-
 from flashtrain.charts import short_count
-from flashtrain.performance.attention import FLOPS_PER_VISIBLE_PAIR, Check, Measurement, NoSpeed, Problem
+from flashtrain.performance.attention import FLOPS_PER_VISIBLE_PAIR, Check, Measurement, Problem
 from flashtrain.performance.masks import Masks
+from flashtrain.performance.no_speed import NoSpeed
+from flashtrain.performance.tables import SpeedTable, figure, markdown_parts, spread_note
 from flashtrain.performance.timing import Timing
-
-FAR_APART = 0.1
-"""The spread above which a table warns."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +30,6 @@ class Conditions:
     """The variant or peer that the others' speed is given as a multiple of; None: of none."""
     made_with: str
     """Versions, commit and command, in words."""
-
-
-@dataclass(frozen=True)
-class SpeedTable:
-    title: str
-    headings: list[str]
-    rows: dict[str, list[list[str]]]
-    """variant or peer -> for each heading TFLOP/s, milliseconds and the multiple, or a word in their place; without
-    those that can do none of it."""
-    notes: list[str]
-    """Who cannot do what, and how far readings lie apart."""
-    unit: str = "TFLOP/s, ms"
 
 
 @dataclass(frozen=True)
@@ -139,29 +120,11 @@ def describe(given: Conditions) -> str:
     return " ".join(sentences)
 
 
-def terminal_table(table: SpeedTable) -> Group:
-    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    drawn.add_column(table.unit, overflow="fold")
-    for heading in table.headings:
-        drawn.add_column(heading, justify="right")
-    for variant, cells in table.rows.items():
-        drawn.add_row(variant, *(escape("\n".join(lines)) for lines in cells))
-    return Group(Text(table.title, style="bold"), drawn, *(Text(note, style="dim") for note in table.notes))
-
-
 def markdown(measurements: list[Measurement], given: Conditions) -> str:
     """All tables, what their figures mean and what they were made with, to be read as a file or pasted."""
     parts = [describe(given)]
     for table in speed_tables(measurements, given) + multiples_tables(measurements, given):
-        lines = [
-            f"| {table.title} | {' | '.join(table.headings)} |",
-            "|---|" + "---:|" * len(table.headings),
-            *(
-                f"| `{variant}` | {' | '.join(_beside(lines) for lines in cells)} |"
-                for variant, cells in table.rows.items()
-            ),
-        ]
-        parts += ["\n".join(lines), *(["\n".join(f"- {note}" for note in table.notes)] if table.notes else [])]
+        parts += markdown_parts(table)
     return "\n\n".join([*parts, given.made_with]) + "\n"
 
 
@@ -226,18 +189,8 @@ def _speed_table(group: list[Measurement], given: Conditions) -> SpeedTable:
             notes[f"{found.variant} takes no inputs that require gradients: it is timed on others"] = None
     spreads = [found.result.spread for found in group if isinstance(found.result, Timing)]
     if spreads:
-        notes[_spread_note(max(spreads))] = None
+        notes[spread_note(max(spreads))] = None
     return SpeedTable(panel_title(group[0].problem, given), list(headings.values()), rows, list(notes))
-
-
-def _spread_note(spread: float) -> str:
-    """What the largest spread of a table says about it."""
-    if spread > FAR_APART:
-        return (
-            f"readings lie far apart: up to {100 * spread:.0f} % from their median, the outer quarters left out; "
-            "run again on a quiet machine"
-        )
-    return f"at least half of the readings of each lie within {100 * spread:.1f} % of their median"
 
 
 def _refusal(found: Measurement) -> str | None:
@@ -247,7 +200,7 @@ def _refusal(found: Measurement) -> str | None:
 def _cell(found: Measurement, baseline: float | None) -> list[str]:
     if isinstance(found.result, NoSpeed):
         return [found.result.word]
-    lines = [_figure(found.tflops), f"{_figure(1e3 * found.result.median)} ms"]
+    lines = [figure(found.tflops), f"{figure(1e3 * found.result.median)} ms"]
     return lines if baseline is None else [*lines, f"{found.tflops / baseline:.2f}x"]
 
 
@@ -255,17 +208,6 @@ def _multiples_cell(found: Multiples) -> list[str]:
     count, missing = len(found.values), found.num_cells - len(found.values)
     cells = f"{count} of {found.num_cells} cells" if missing else f"{count} cell{'s' * (count != 1)}"
     return [f"{found.mean:.3f}x", f"smallest {found.values[found.smallest]:.3f}x", cells]
-
-
-def _beside(lines: list[str]) -> str:
-    """A cell of a markdown table."""
-    first, *rest = lines
-    return (f"{first} ({', '.join(rest)})" if rest else first).replace("|", r"\|")
-
-
-def _figure(value: float) -> str:
-    """Three significant digits, from 100 on whole numbers."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
 def _finite(value: float) -> float | None:

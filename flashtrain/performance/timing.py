@@ -32,6 +32,35 @@ class HostClock:
         return lambda: seconds
 
 
+class Stopwatch:
+    """Wall time from an idle device to one, for what the host and the device do together."""
+
+    def __init__(self, device_type: str) -> None:
+        self._on_gpu = device_type == "cuda"
+        self._start: float
+
+    def start(self) -> None:
+        self._wait()
+        self._start = time.perf_counter()
+
+    def stop(self) -> float:
+        """Return the seconds since the start."""
+        self._wait()
+        return time.perf_counter() - self._start
+
+    def _wait(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
+
+class OwnClock:
+    """The seconds that a call returns, for one that times itself."""
+
+    def read(self, call: Callable[[], float]) -> Callable[[], float]:
+        seconds = call()
+        return lambda: seconds
+
+
 QUEUEING_CYCLES = 2_000_000
 """A millisecond or so: longer than the host takes to queue a call of a few kernels."""
 

@@ -1,10 +1,9 @@
 """How Lightning's Trainer is set up so that it counts steps: one epoch whose batches are optimizer steps."""
 
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
@@ -12,7 +11,7 @@ from flashtrain.ranks import Ranks, silence_lightning
 from flashtrain.training.callbacks import Reporter, StopOnSignal
 from flashtrain.training.checkpoint import AtomicCheckpointIO, Checkpoints
 from flashtrain.training.meter import SpeedMeter
-from flashtrain.training.profiler import DataWait, TraceSteps
+from flashtrain.training.profiler import DataWait
 from flashtrain.training.progress import choose_display
 from flashtrain.training.replicas import Replicas
 from flashtrain.training.spikes import UnusualSteps
@@ -23,29 +22,25 @@ def build_trainer(
     device_type: str,
     ranks: Ranks,
     num_steps: int,
-    validate_every: int,
-    checkpoint_every: int,
-    keep_last: int,
-    milestone_every: int | None,
+    validate_every: int | None,
     log_every: int,
-    checkpoint_folder: Path,
+    checkpoints: Checkpoints | None,
     loggers: list[Logger],
     meter: SpeedMeter,
     flops_per_token: Mapping[str, float],
     peak_flops: float | None,
-    trace: TraceSteps | None,
+    callbacks: Sequence[Callback],
     console: Console,
 ) -> Trainer:
     """Return a trainer for a `TrainingModule` of `num_steps` steps and a data module that gives whole steps.
 
     Args:
         device_type: "cpu", or "cuda" for a GPU on each rank.
-        validate_every, checkpoint_every, log_every: in optimizer steps; the last step always has all three.
-        keep_last: how many checkpoints with names by step are kept beside the last and the best.
-        milestone_every: steps between weights that are kept for ever; None for none.
+        validate_every, log_every: in optimizer steps; the last step always has both. None for no validation.
+        checkpoints: what is kept, and when; None for nothing.
         flops_per_token: name of an MFU in the logs -> its count of FLOPs; used where `peak_flops`, of all ranks
             together, is known.
-        trace: profiles steps; None for no profile.
+        callbacks: of this run, beside those that all runs have.
     """
     _silence()
     display = choose_display(console)
@@ -56,7 +51,8 @@ def build_trainer(
         strategy="auto" if ranks.world_size == 1 else Replicas(device_type),
         max_epochs=1,
         check_val_every_n_epoch=None,
-        val_check_interval=validate_every,
+        val_check_interval=validate_every or num_steps,
+        limit_val_batches=1.0 if validate_every else 0,
         log_every_n_steps=1,  # of no effect, the Reporter logs; the default brings a warning in short runs
         num_sanity_val_steps=0,
         callbacks=[
@@ -70,9 +66,10 @@ def build_trainer(
             ),
             UnusualSteps(display),
             StopOnSignal(),
-            *([] if trace is None else [trace]),
-            Checkpoints(checkpoint_folder, checkpoint_every, keep_last, milestone_every, meter),
+            *callbacks,
+            *([] if checkpoints is None else [checkpoints]),
         ],
+        enable_checkpointing=checkpoints is not None,
         logger=loggers,
         profiler=DataWait(meter),
         plugins=[AtomicCheckpointIO()],

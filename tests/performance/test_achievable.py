@@ -23,6 +23,8 @@ def test_rates_are_bytes_both_ways_and_operations_over_seconds(monkeypatch):
     monkeypatch.setattr(subject, "MATRIX_SIZE", 32)
     found = subject.achievable(ClockOf(0.5), torch.float32, device="cpu", warmup=1, rounds=3, seed=0)
     assert (found.bandwidth, found.flops, found.measured) == (2 * 4096 / 0.5, 2 * 32**3 / 0.5, True)
+    alone = subject.product_rate(ClockOf(0.5), torch.float32, device="cpu", warmup=1, rounds=3, seed=0)
+    assert alone == found.flops
 
 
 @pytest.mark.gpu

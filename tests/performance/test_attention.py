@@ -6,7 +6,8 @@ from measuring import SMALL, measured
 
 from flashtrain.kernels.attention import Intervals
 from flashtrain.kernels.attention.variants import VARIANTS
-from flashtrain.performance.attention import Measurement, NoSpeed, Problem
+from flashtrain.performance.attention import Measurement, Problem
+from flashtrain.performance.no_speed import NoSpeed
 from flashtrain.performance.timing import Timing
 
 

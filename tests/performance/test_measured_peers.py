@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flashtrain.kernels.attention import Intervals
 from flashtrain.kernels.attention.variants import VARIANTS
-from flashtrain.performance.attention import NoSpeed
+from flashtrain.performance.no_speed import NoSpeed
 from flashtrain.performance.peers import Peer
 from flashtrain.performance.timing import Timing
 

@@ -6,7 +6,7 @@ import torch
 
 from flashtrain.errors import UserError
 from flashtrain.kernels.attention import Intervals
-from flashtrain.performance.peers import Peer
+from flashtrain.performance.peers import Peer, TrainingPeer, versions_of
 
 
 @pytest.fixture(autouse=True)
@@ -112,5 +112,30 @@ def test_a_function_that_exits_raises():
 
 
 def test_the_versions_are_of_the_distributions_that_hold_the_module():
-    assert Peer("torch.nn.functional:relu", torch.relu).versions[0].startswith("torch 2.")
-    assert Peer("other.attention:attend", max).versions == []
+    assert versions_of("torch.nn.functional:relu")[0].startswith("torch 2.")
+    assert versions_of("other.attention:attend") == []
+
+
+def test_a_peer_of_training_is_asked_for_a_length_and_tokens(module):
+    taken = []
+    module.gpt = lambda sequence_length, tokens: (lambda: taken.append((sequence_length, tokens)), tokens - 1)
+    step, tokens = TrainingPeer.named("other.attention:gpt").build(64, 256)
+    step()
+    assert tokens == 255 and taken == [(64, 256)]
+
+
+@pytest.mark.parametrize("result", [None, print, (print,), (print, 0), (print, 2.5), (3, 4), (print, 4, 5)])
+def test_what_is_no_step_with_its_tokens_is_refused(result):
+    with pytest.raises(TypeError, match=r"returned no \(step, tokens\)"):
+        TrainingPeer("other.attention:gpt", lambda length, tokens: result).build(64, 256)
+
+
+def test_a_peer_of_training_that_exits_raises():
+    def exits(*_):
+        raise SystemExit(3)
+
+    with pytest.raises(RuntimeError, match=r"raised SystemExit\(3\)"):
+        TrainingPeer("other.attention:gpt", exits).build(64, 256)
+    step, _ = TrainingPeer("other.attention:gpt", lambda length, tokens: (exits, tokens)).build(64, 256)
+    with pytest.raises(RuntimeError, match=r"raised SystemExit\(3\)"):
+        step()

@@ -2,8 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from flashtrain.performance.attention import Measurement, NoSpeed, Problem
+from flashtrain.performance.attention import Measurement, Problem
 from flashtrain.performance.masks import Masks
+from flashtrain.performance.no_speed import NoSpeed
 from flashtrain.performance.report import Conditions, as_multiples_row, markdown, multiples, multiples_tables
 from flashtrain.performance.timing import Timing
 
