@@ -1,9 +1,10 @@
-"""Activation checkpointing: which of its activations a block keeps for the backward, and which it computes again.
+"""Activation checkpointing: which of its activations a layer keeps for the backward, and which it computes again.
 
 It changes memory and time, and no result: what is computed again comes from the same operators on the same inputs.
 Only where they are fused by a compiler may they round otherwise.
-Selective keeps what costs most to compute and least to keep: the output and LSE of attention, whose cost grows with
-the square of the length. Source: arXiv 1604.06174 (full).
+Pointwise computes again only what memory bounds, norms, activation functions, rotations, sums and casts, which a
+compiler fuses with its own backward; selective keeps what costs most to compute and least to keep, the output and LSE
+of attention, whose cost grows with the square of the length. Source: arXiv 1604.06174 (full).
 """
 
 import functools
@@ -17,8 +18,9 @@ from flashtrain.kernels.attention import ops  # noqa: F401  registers the operat
 
 aten, higher_order = torch.ops.aten, torch.ops.higher_order
 
-MODES = ("none", "selective", "full")
-"""Keep everything; keep the input of each block and what its attention operators return; keep the input alone."""
+MODES = ("none", "pointwise", "selective", "full")
+"""Keep everything; keep the input of each block and what its products and attention operators return; keep the input
+and what its attention operators return; keep the input alone."""
 
 ATTENTION_OPERATORS = frozenset(
     {
@@ -40,22 +42,28 @@ ATTENTION_OPERATORS = frozenset(
 )
 """Every forward operator of every variant of attention."""
 
+PRODUCT_OPERATORS = frozenset({aten.mm.default, aten.addmm.default})
+"""What the linear layers of a block call, and nothing else in it."""
+
+KEPT_OPERATORS = {"pointwise": ATTENTION_OPERATORS | PRODUCT_OPERATORS, "selective": ATTENTION_OPERATORS}
+"""Those whose results a block keeps beside its input, in the modes that keep some."""
+
 
 def checkpointing(mode: str) -> Callable:
-    """Return what calls a block: (block, *arguments) -> its result, keeping for the backward what `mode` says.
+    """Return what calls a layer: (layer, *arguments) -> its result, keeping for the backward what `mode` says.
 
-    The model's state keys stay as they are. Blocks must draw no random numbers.
+    The model's state keys stay as they are. Layers must draw no random numbers.
     """
     if mode == "none":
-        return lambda block, *arguments: block(*arguments)
+        return lambda layer, *arguments: layer(*arguments)
     options = {"use_reentrant": False, "preserve_rng_state": False}
-    if mode == "selective":
-        # torch.compile warns, once, of in-place operators in what is computed again; blocks have none.
+    if kept := KEPT_OPERATORS.get(mode):
+        # torch.compile warns, once, of in-place operators in what is computed again; layers have none.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        policy = functools.partial(_policy, kept)
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     return functools.partial(checkpoint, **options)
 
 
-def _policy(context, operator, *arguments, **options) -> CheckpointPolicy:
-    kept = operator in ATTENTION_OPERATORS
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(kept: frozenset, context, operator, *arguments, **options) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE

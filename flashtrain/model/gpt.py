@@ -66,7 +66,7 @@ class GPT(nn.Module):
         self.final_norm = norm(options, hidden_size)
         if not options.tie_embeddings:
             self.head = nn.Linear(hidden_size, rows, bias=False)
-        self._call_block = checkpointing(activation_checkpointing)
+        self._call_layer = checkpointing(activation_checkpointing)
         self._initialize()
 
     def _initialize(self) -> None:
@@ -133,10 +133,10 @@ class GPT(nn.Module):
         intervals = {window: _intervals(window, documents_BS) for window in dict.fromkeys(options.windows)}
         caches = [None] * len(self.blocks) if cache is None else cache.layers
         for block, window, kept in zip(self.blocks, options.windows, caches, strict=True):
-            x_BSC = self._call_block(block, x_BSC, table, intervals[window], kept)
+            x_BSC = self._call_layer(block, x_BSC, table, intervals[window], kept)
         if cache is not None:
             cache.num_read += tokens_BS.shape[1]
-        return self.final_norm(x_BSC)
+        return self._call_layer(self.final_norm, x_BSC)
 
 
 def _positions(tokens_BS: Tensor, documents_BS: Tensor | None, start: int) -> Tensor:

@@ -130,17 +130,23 @@ def block_activations(model: GPT, batch: MicroBatch) -> tuple[int, int]:
     scores = _scores(model, batch)
     mlp = batch.tokens * _mlp_width(model, batch) * batch.dtype.itemsize
     everything = norms + heads + output_and_lse + scores + mlp
+    products = batch.tokens * (queries + 2 * keys + _mlp_inputs(model)) * batch.dtype.itemsize
+    at_attention = stream + output_and_lse + 2 * scores  # before and after the softmax
     kept = {
         "none": everything,
-        "selective": stream + output_and_lse + 2 * scores,  # before and after the softmax
+        "pointwise": at_attention + products,
+        "selective": at_attention,
         "full": stream,
     }[batch.activation_checkpointing]
-    return kept, 0 if batch.activation_checkpointing == "none" else everything - kept
+    # What attention adds to the residual stream and, not compiled, what the MLP adds, which no backward reads.
+    added = stream * (1 if batch.compiled else 2) if batch.activation_checkpointing == "pointwise" else 0
+    return kept + added, everything - kept
 
 
 def end_activations(model: GPT, batch: MicroBatch) -> int:
     """Return the bytes that the final norm keeps, its result included."""
-    return batch.tokens * model.options.hidden_size * (batch.dtype.itemsize + _norm_kept(model, batch))
+    kept = _norm_kept(model, batch) if batch.activation_checkpointing == "none" else batch.dtype.itemsize
+    return batch.tokens * model.options.hidden_size * (batch.dtype.itemsize + kept)
 
 
 def head_buffers(model: GPT, batch: MicroBatch) -> int:
@@ -170,6 +176,11 @@ def _mlp_width(model: GPT, batch: MicroBatch) -> int:
     """
     kept = 2 if model.options.mlp == "gelu" else 3 if batch.compiled else 4
     return kept * model.options.mlp_hidden_size
+
+
+def _mlp_inputs(model: GPT) -> int:
+    """What the MLP's first product makes of a token."""
+    return (1 if model.options.mlp == "gelu" else 2) * model.options.mlp_hidden_size
 
 
 def _norm_dtype(model: GPT, batch: MicroBatch) -> torch.dtype:

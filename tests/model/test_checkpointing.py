@@ -1,4 +1,4 @@
-"""What a block computes again changes no gradient, runs attention once where its results are kept, and no state key."""
+"""What a block computes again changes no gradient and no state key, and nothing runs twice whose results are kept."""
 
 from collections import Counter
 from functools import partial
@@ -13,9 +13,10 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtrain.kernels.attention import attention
-from flashtrain.model.checkpointing import ATTENTION_OPERATORS
+from flashtrain.model.checkpointing import ATTENTION_OPERATORS, MODES, PRODUCT_OPERATORS
 from flashtrain.model.gpt import GPT
 
+COUNTED = ATTENTION_OPERATORS | PRODUCT_OPERATORS
 NUM_LAYERS = 2
 OPTIONS = {"num_layers": NUM_LAYERS, "hidden_size": 32, "num_heads": 2, "vocab_size": 100}
 # Triton's kernels are interpreted on a CPU.
@@ -55,35 +56,41 @@ def each_of(cases):
     return pytest.mark.parametrize("case", cases, ids=lambda case: f"{case.variant}{'-masked' * case.masked}")
 
 
-class AttentionCalls(TorchDispatchMode):
-    """Counts the attention operators that run inside."""
+class Calls(TorchDispatchMode):
+    """Counts the operators of attention and of products that run inside."""
 
     def __init__(self):
         super().__init__()
         self.counts = Counter()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.counts.update([operator] if operator in ATTENTION_OPERATORS else [])
+        self.counts.update({operator} & COUNTED)
         return operator(*args, **(kwargs or {}))
 
 
+def of_attention(counts):
+    return Counter({operator: count for operator, count in counts.items() if operator in ATTENTION_OPERATORS})
+
+
 @each_of([*CASES, Case("standard", masked=False), Case("sdpa_math", masked=True)])
-def test_gradients_are_the_same_bits_and_selective_runs_attention_once(case):
+def test_gradients_are_the_same_bits_and_what_is_kept_runs_once(case):
     gradients, calls = {}, {}
-    for mode in ("none", "selective", "full"):
+    for mode in MODES:
         model = case.model(mode)
-        with AttentionCalls() as seen:
+        with Calls() as seen:
             gradients[mode] = case.gradients(model)
         calls[mode] = seen.counts
         assert all(torch.equal(*pair) for pair in zip(gradients["none"], gradients[mode], strict=True)), mode
-    with AttentionCalls() as forward, torch.no_grad():
+    with Calls() as forward, torch.no_grad():
         case.model("none")(torch.zeros(2, 24, dtype=torch.int64, device=case.device))
-    assert set(forward.counts) and all(count % NUM_LAYERS == 0 for count in forward.counts.values())
-    assert calls["selective"] == calls["none"]
-    assert calls["full"] == calls["none"] + forward.counts
+    assert of_attention(forward.counts) and set(forward.counts) & PRODUCT_OPERATORS
+    assert all(count % NUM_LAYERS == 0 for count in forward.counts.values())
+    assert calls["pointwise"] == calls["none"]
+    assert of_attention(calls["selective"]) == of_attention(calls["none"])
+    assert of_attention(calls["full"]) == of_attention(calls["none"] + forward.counts)
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", MODES[1:])
 @each_of(CASES)
 def test_compiled_into_one_graph_it_is_the_same_with_the_same_state_keys(case, mode):
     counts = Counter()
@@ -92,12 +99,12 @@ def test_compiled_into_one_graph_it_is_the_same_with_the_same_state_keys(case, m
         for node in graph.graph.nodes:
             # An operator that may draw random numbers is an argument of what keeps their state.
             operators = [x for x in (node.target, *node.args) if isinstance(x, OpOverload)]
-            counts.update(set(operators) & ATTENTION_OPERATORS)
+            counts.update(COUNTED.intersection(operators))
         return make_boxed_func(graph.forward)
 
     eager, compiled, other = case.model("none"), case.model(mode), case.model(mode)
     expected = case.gradients(eager)
-    with AttentionCalls() as seen:
+    with Calls() as seen:
         case.gradients(other)
     backend = aot_autograd(fw_compiler=counting, bw_compiler=counting, partition_fn=min_cut_rematerialization_partition)
     torch.compiler.reset()
@@ -112,8 +119,8 @@ def test_compiled_into_one_graph_it_is_the_same_with_the_same_state_keys(case, m
 @pytest.mark.parametrize("variant", ["sdpa_efficient", "sdpa_flash", "sdpa_cudnn"])
 def test_pytorchs_gpu_kernels_run_once_where_their_results_are_kept(variant):
     case, calls = Case(variant, masked=False, device="cuda"), {}
-    for mode in ("none", "selective", "full"):
-        with AttentionCalls() as seen, torch.autocast("cuda", torch.bfloat16):
+    for mode in MODES:
+        with Calls() as seen, torch.autocast("cuda", torch.bfloat16):
             case.gradients(case.model(mode))
-        calls[mode] = seen.counts
-    assert [sum(counts.values()) for counts in calls.values()] == [NUM_LAYERS, NUM_LAYERS, 2 * NUM_LAYERS]
+        calls[mode] = of_attention(seen.counts).total()
+    assert calls == {"none": NUM_LAYERS, "pointwise": NUM_LAYERS, "selective": NUM_LAYERS, "full": 2 * NUM_LAYERS}
