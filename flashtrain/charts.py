@@ -15,7 +15,7 @@ LINES = (BLUE, ORANGE, GREEN, "#7b4ba8", "#a8862b", "#b3386b")  # of a panel, in
 def token_axis(axes: Axes, ticks: list[int]) -> None:
     """Make the horizontal axis one of tokens, log2 with labels at `ticks`, and the panel plain."""
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(ticks[:: math.ceil(len(ticks) / MAX_TICKS)]))
+    axes.xaxis.set_major_locator(FixedLocator(ticks[:: max(1, math.ceil(len(ticks) / MAX_TICKS))]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: short_count(int(tokens))))
     axes.grid(color=GRID)

@@ -79,3 +79,14 @@ def resolve_type(key: str, device: str) -> str:
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(f"{key} is cuda and PyTorch sees no CUDA GPU here; say {key}=cpu")
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def reset_peak_memory() -> None:
+    """Let `peak_memory_gib` be of what follows."""
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_memory_gib() -> float | None:
+    """Return the most that tensors have taken of the GPU's memory at once, in GiB; None where none is in use."""
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_initialized() else None

@@ -38,7 +38,7 @@ from flashtrain.saved_settings import to_yaml
 from flashtrain.training.checkpoint import Checkpoints, load_weights, step_to_resume
 from flashtrain.training.loggers import build_loggers, require_wandb
 from flashtrain.training.memory import MicroBatch, StepMemory, predict_peak
-from flashtrain.training.meter import SpeedMeter, peak_memory_gib
+from flashtrain.training.meter import SpeedMeter
 from flashtrain.training.module import TrainingModule
 from flashtrain.training.profiler import TraceSteps
 from flashtrain.training.trainer import build_trainer
@@ -72,8 +72,7 @@ def run(config: Config) -> None:
         _say(console, f"{finished} has taken all its steps; evaluate it with run={finished}")
         return
     step = 0 if checkpoint is None else step_to_resume(checkpoint)
-    if torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()  # those of a sweep's earlier jobs
+    devices.reset_peak_memory()  # that of a sweep's earlier jobs
     made = assemble(config, trains=True)
     if config.generate.num_tokens:  # or a prompt of words that a task has not would end the run after its last step
         made.tokenizer.encode(config.generate.prompt)
@@ -321,7 +320,7 @@ def _result(module: TrainingModule, meter: SpeedMeter) -> dict[str, float]:
         result["bits_per_byte"] = module.validation_metrics["val/bits_per_byte"]
     if speed := meter.average():
         result["tokens_per_second"] = speed
-    if (memory := peak_memory_gib()) is not None:
+    if (memory := devices.peak_memory_gib()) is not None:
         result["peak_memory_gib"] = float(ranks.largest({"memory": memory}, torch.device("cuda"))["memory"])
     return result
 

@@ -7,7 +7,7 @@ from flashtrain.evaluation.scoring import PREFIXES
 
 SELF = "self"
 MOST_DEFAULT_LENGTHS = 8
-COUNTS = ("targets_per_anchor", "max_documents", "max_anchors", "batch_tokens", "prefill_tokens")
+COUNTS = ("targets_per_anchor", "max_documents", "batch_tokens", "prefill_tokens", "window", "stride")
 
 
 @dataclass
@@ -23,7 +23,8 @@ class EvalOptions:
     """Documents whose first tokens are scored, at most, and so many whole ones; evenly spaced in corpus order; null:
     all."""
     max_anchors: int | None
-    """Anchors in documents, at most, evenly spaced in corpus order; null: all."""
+    """Anchors in documents, at most, evenly spaced in corpus order; null: all; 0: none, and no perplexity against
+    context."""
     window: int | None
     """Tokens that each target of whole documents may see, scored in strided windows; null: they are not scored."""
     stride: int | None
@@ -80,9 +81,9 @@ class EvalOptions:
     def validate_lengths(self, max_positions: int | None) -> list[str]:
         """Return the problems of counts and lengths, whatever is measured at these."""
         problems = [
-            f"eval.{name}={value} must be at least 1"
-            for name in (*COUNTS, "window", "stride")
-            if (value := getattr(self, name)) is not None and value < 1
+            f"eval.{name}={value} must be at least {least}"
+            for name, least in (*((name, 1) for name in COUNTS), ("max_anchors", 0))
+            if (value := getattr(self, name)) is not None and value < least
         ]
         if not self.lengths:
             return [*problems, "eval.lengths is empty; give at least one, as in eval.lengths=[512,1024]"]

@@ -6,12 +6,13 @@ targets once per context length; strided windows score whole documents. All are 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
+from flashtrain.evaluation.cost import Cost, Metered
 from flashtrain.evaluation.journal import Journal
 from flashtrain.evaluation.key_tokens import (
     Choice,
@@ -100,6 +101,7 @@ class PerplexityCurves:
     at_length: dict[int, Score]
     at_length_macro: dict[int, float]
     vs_context: dict[int, Score]
+    """Empty without anchors."""
     by_position: dict[tuple[int, int], Score]
     strided: Strided | None
     key_tokens: KeyScore | None
@@ -107,6 +109,7 @@ class PerplexityCurves:
     coverage: Coverage
     options: EvalOptions
     conditions: Conditions
+    cost: Cost = field(compare=False)  # the same figures may take more or less
 
     @property
     def longest(self) -> int:
@@ -155,7 +158,8 @@ def plan_windows(documents: Documents, options: EvalOptions, follows_length: boo
     all_anchors = anchors_every(num_tokens, longest)
     anchors = all_anchors.pick(options.max_anchors)
     windows = [opening_windows(opened, length) for length in (lengths if follows_length else [longest])]
-    windows += [anchors.windows(length, options.targets_per_anchor) for length in lengths]
+    if len(anchors):
+        windows += [anchors.windows(length, options.targets_per_anchor) for length in lengths]
     all_whole = documents_of(num_tokens, 2)
     whole = all_whole[evenly_spaced(len(all_whole), options.max_documents if options.window else 0)]
     if options.window:
@@ -195,11 +199,12 @@ def evaluate_perplexity(
     journal: as `score` takes it.
     """
     keys = _given_keys(options, conditions)
+    metered = Metered(nll)
     plan = plan_windows(documents, options, follows_length)
     with tokens_bar(console) as progress:
         task = progress.add_task("perplexity", total=tokens_fed(plan.windows))
         table = score(
-            nll,
+            metered,
             documents,
             plan.windows,
             bytes_per_token=bytes_per_token,
@@ -221,6 +226,7 @@ def evaluate_perplexity(
         coverage=plan.coverage,
         options=options,
         conditions=conditions,
+        cost=metered.cost(),
     )
     return Evaluation(table, curves, chosen_keys)
 

@@ -22,7 +22,7 @@ def save_plot(curves: PerplexityCurves, path: Path) -> None:
     title(length_axes, "Perplexity at length", f"first L tokens of the same documents ({documents:,})")
 
     _perplexity_line(context_axes, curves.vs_context, ORANGE)
-    targets = curves.vs_context[curves.longest].targets
+    targets = curves.vs_context[curves.longest].targets if curves.vs_context else 0
     title(context_axes, "Perplexity against context", f"L tokens fed, the same targets ({targets:,})")
 
     _loss_stairs(position_axes, curves.by_position, GREEN)

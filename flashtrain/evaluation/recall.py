@@ -6,7 +6,7 @@ after its query, with all queries and answers before it as they should be. Sever
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from flashtrain import ranks
+from flashtrain.evaluation.cost import Cost, Metered
 from flashtrain.evaluation.options import EvalOptions
 from flashtrain.evaluation.perplexity import Conditions
 from flashtrain.evaluation.progress import tokens_bar
@@ -80,6 +81,7 @@ class RecallEvaluation:
     """Of each length."""
     options: EvalOptions
     conditions: Conditions
+    cost: Cost = field(compare=False)  # the same figures may take more or less
 
     def beyond_training(self, length: int) -> bool:
         """Whether `length` tokens are more than the model ever saw in a row while training."""
@@ -99,10 +101,11 @@ def evaluate_recall(
 
     Several ranks score together, and each returns the same.
     """
+    metered = Metered(score)
     with tokens_bar(console) as progress:
         task = progress.add_task("recall", total=options.max_documents * sum(options.lengths))
         table = score_recall(
-            score,
+            metered,
             stream,
             options.lengths,
             options.max_documents,
@@ -110,7 +113,14 @@ def evaluate_recall(
             lambda tokens: progress.advance(task, tokens),
         )
     return RecallEvaluation(
-        table, recall_at_length(table), recall_by_depth(table), num_values, options.max_documents, options, conditions
+        table=table,
+        at_length=recall_at_length(table),
+        by_depth=recall_by_depth(table),
+        num_values=num_values,
+        documents=options.max_documents,
+        options=options,
+        conditions=conditions,
+        cost=metered.cost(),
     )
 
 

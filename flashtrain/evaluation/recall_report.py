@@ -40,7 +40,8 @@ def write_recall(evaluation: RecallEvaluation, folder: Path) -> list[Path]:
     paths = [folder / name for name in (RECALL_FILE, "recall.csv", "recall.png", "targets.parquet")]
     json_path, csv_path, png_path, table_path = paths
     rows, facts = rows_by_metric(evaluation), _facts(evaluation)
-    json_path.write_text(json.dumps(rows | facts, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    report = rows | facts | {"cost": asdict(evaluation.cost)}
+    json_path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     with csv_path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, CSV_COLUMNS)
         writer.writeheader()
@@ -119,6 +120,7 @@ def _sentences(evaluation: RecallEvaluation) -> list[str]:
         f"should be. Depth 0 is the first pair, 1 the last before the queries. A guess is right in "
         f"{1 / evaluation.num_values:.2%}.",
         f"{describe_model(evaluation.conditions)}.",
+        str(evaluation.cost),
     ]
 
 

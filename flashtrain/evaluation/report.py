@@ -75,8 +75,9 @@ def write_reports(evaluation: Evaluation, folder: Path) -> list[Path]:
 
 
 def as_json(curves: PerplexityCurves) -> dict:
-    """All figures with their counts, what was scored, and under which conditions; plain values only."""
-    return rows_by_metric(curves) | {"unreached_lengths": list(curves.unreached)} | facts(curves)
+    """All figures with their counts, what was scored, under which conditions and at what cost; plain values only."""
+    unreached = {"unreached_lengths": list(curves.unreached)}
+    return rows_by_metric(curves) | unreached | facts(curves) | {"cost": asdict(curves.cost)}
 
 
 def facts(curves: PerplexityCurves) -> dict:
@@ -136,7 +137,7 @@ def _compatible(strided: Strided) -> dict:
 
 def terminal_report(curves: PerplexityCurves) -> Group:
     """The curves as tables, then what was scored and under which conditions."""
-    sentences = [describe_scored(curves), describe_conditions(curves)]
+    sentences = [describe_scored(curves), describe_conditions(curves), str(curves.cost)]
     if curves.beyond_training(curves.longest):
         sentences.insert(0, f"* beyond the training length of {curves.conditions.training_length:,} tokens")
     tables = [_length_table(curves), "", _position_table(curves), ""]
@@ -154,7 +155,9 @@ def describe_scored(curves: PerplexityCurves) -> str:
         f"Length and position: the first {curves.longest:,} tokens of {coverage.documents:,} documents, of "
         f"{coverage.documents_long_enough:,} that long among {coverage.documents_in_corpus:,} in validation.",
         f"Context: the {options.targets_per_anchor:,} tokens before each of {coverage.anchors:,} anchors, of "
-        f"{coverage.anchors_in_corpus:,} that lie {curves.longest:,} tokens apart in documents.",
+        f"{coverage.anchors_in_corpus:,} that lie {curves.longest:,} tokens apart in documents."
+        if curves.vs_context
+        else "Context: not scored, for there are no anchors.",
     ]
     if curves.strided:
         sentences.append(
@@ -170,7 +173,7 @@ def describe_scored(curves: PerplexityCurves) -> str:
         )
     shares = [
         (coverage.documents, coverage.documents_long_enough),
-        (coverage.anchors, coverage.anchors_in_corpus),
+        (coverage.anchors, coverage.anchors_in_corpus if curves.vs_context else 0),
         (coverage.whole_documents, coverage.whole_documents_in_corpus if curves.strided else 0),
     ]
     if any(scored < there for scored, there in shares):
@@ -205,14 +208,13 @@ def _length_table(curves: PerplexityCurves) -> Table:
     for heading in ("L", "ppl at length", "macro ppl", "bits/byte", "ppl vs context", "bits/byte"):
         table.add_column(heading, justify="right")
     for length, score in curves.at_length.items():
-        in_context = curves.vs_context[length]
+        in_context = curves.vs_context.get(length)
         table.add_row(
             marked(f"{length:,}", curves.beyond_training(length)),
             figure_text(score.perplexity),
             figure_text(curves.at_length_macro[length]),
             figure_text(score.bits_per_byte),
-            figure_text(in_context.perplexity),
-            figure_text(in_context.bits_per_byte),
+            *((figure_text(in_context.perplexity), figure_text(in_context.bits_per_byte)) if in_context else "--"),
         )
     for length in curves.unreached:
         table.add_row(marked(f"{length:,}", False), "not scored", style="dim")

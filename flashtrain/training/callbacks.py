@@ -10,8 +10,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from flashtrain import ranks
+from flashtrain.device import peak_memory_gib
 from flashtrain.performance.flops import mfu
-from flashtrain.training.meter import SpeedMeter, peak_memory_gib
+from flashtrain.training.meter import SpeedMeter
 from flashtrain.training.progress import Display, training_status, validation_status
 
 UNTIMED_STEPS = 2

@@ -1,10 +1,8 @@
-"""What training costs: tokens/s of whole optimizer steps over the time spent on steps and nothing else, and memory."""
+"""What training costs: tokens/s of whole optimizer steps over the time spent on steps and nothing else."""
 
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
-
-import torch
 
 
 class Speed(NamedTuple):
@@ -74,8 +72,3 @@ class SpeedMeter:
     def seconds_for(self, steps: int) -> float | None:
         """Return how long `steps` more steps take at the average speed; None before the second lap."""
         return steps * self._seconds / self._steps if self._steps else None
-
-
-def peak_memory_gib() -> float | None:
-    """Return the most that tensors have taken of the GPU's memory at once, in GiB; None where none is in use."""
-    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_initialized() else None

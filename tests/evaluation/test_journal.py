@@ -43,6 +43,8 @@ def test_a_stopped_evaluation_goes_on_to_the_same_table(calls, path, random_stre
     assert (journal.num_known > 0) == (calls > 0)
     assert np.array_equal(again.table.nll, expected.table.nll)
     assert again.curves == expected.curves
+    if calls:
+        assert 0 < again.curves.cost.tokens < expected.curves.cost.tokens
 
 
 def test_a_document_that_is_scored_is_not_scored_again(path, random_stream, evaluation_of, recurrent_nll):
@@ -78,6 +80,7 @@ def test_a_whole_journal_needs_no_model(path, random_stream, evaluation_of, recu
     expected = evaluation_of(recurrent_nll, stream, journal=Journal(path))
     again = evaluation_of(stopping_after(0, recurrent_nll), stream, journal=Journal(path))
     assert again.curves == expected.curves
+    assert str(again.curves.cost) == "Nothing was left to score."
 
 
 def test_it_is_removed_when_asked(path):

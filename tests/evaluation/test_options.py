@@ -26,7 +26,7 @@ def test_good_options_have_no_problem():
         ({"lengths": [128, 512]}, "learned positions end at 256"),
         ({"targets_per_anchor": 0}, "eval.targets_per_anchor=0 must be at least 1"),
         ({"max_documents": 0}, "eval.max_documents=0 must be at least 1"),
-        ({"max_anchors": -1}, "eval.max_anchors=-1 must be at least 1"),
+        ({"max_anchors": -1}, "eval.max_anchors=-1 must be at least 0"),
         ({"batch_tokens": 0}, "eval.batch_tokens=0 must be at least 1"),
         ({"prefill_tokens": 0}, "eval.prefill_tokens=0 must be at least 1"),
         ({"window": 0}, "eval.window=0 must be at least 1"),

@@ -68,8 +68,13 @@ def alone(home):
     return evaluate(1, home)
 
 
+def report_and_cost(folder):
+    report = json.loads((folder / "perplexity.json").read_text())
+    return report, report.pop("cost")
+
+
 def assert_same_evaluation(folder, other):
-    assert (other / "perplexity.json").read_text() == (folder / "perplexity.json").read_text()
+    assert report_and_cost(other)[0] == report_and_cost(folder)[0]
     assert (other / "perplexity.csv").read_text() == (folder / "perplexity.csv").read_text()
     (table, facts), (same_table, same_facts) = (read_table(path / "targets.parquet") for path in (folder, other))
     assert same_facts == facts
@@ -126,6 +131,8 @@ def test_ranks_share_one_evaluation(home, alone, world_size):
     shared, batches = evaluate(world_size, home)
     assert sum(batches) == num_batches and max(batches) - min(batches) <= 1
     assert_same_evaluation(folder, shared)
+    (_, cost), (_, of_all) = report_and_cost(folder), report_and_cost(shared)
+    assert of_all["tokens"] == cost["tokens"] > 0 and of_all["seconds"] > 0
 
 
 def test_an_evaluation_goes_on_with_any_number_of_ranks(home, alone):

@@ -191,3 +191,23 @@ def test_without_a_prefix_lm_evals_figures_are_left_out(random_stream, byte_coun
     assert row["targets"] == row["bytes"] == 198
     assert "word_perplexity" not in row
     assert "nowhere: a document's first token is not scored" in " ".join(printed(curves).split())
+
+
+def test_what_was_fed_and_how_long_it_took_is_reported(evaluation, tmp_path):
+    json_path, *_ = write_reports(evaluation, tmp_path)
+    cost = json.loads(json_path.read_text())["cost"]
+    assert cost["tokens"] == 2 * 1024 + 3 * (128 + 512 + 1024)
+    assert cost["seconds"] > 0 and cost["peak_memory_gib"] is None
+    assert f"{cost['tokens']:,} tokens went through the model in" in printed(evaluation.curves)
+
+
+def test_without_anchors_nothing_is_said_of_context(evaluation_of, tmp_path):
+    evaluation = evaluation_of(lambda position: 1 + 4 * position**-0.5, max_anchors=0)
+    json_path, *_ = write_reports(evaluation, tmp_path)
+    report = json.loads(json_path.read_text())
+    assert report["ppl_vs_context"] == [] and len(report["ppl_at_length"]) == 3
+    assert report["cost"]["tokens"] == 2 * 1024
+    text = printed(evaluation.curves)
+    assert "Context: not scored, for there are no anchors." in text
+    row = next(line for line in text.splitlines() if line.lstrip().startswith("1,024"))
+    assert row.split()[-2:] == ["-", "-"]
