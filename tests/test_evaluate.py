@@ -143,6 +143,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(home, evaluate, capsys):
     assert journal.stat().st_size > 0
     again = evaluate(*overrides)
     assert re.search(r"going on after [1-9][\d,]* targets that are scored already", capsys.readouterr().out)
+    assert again.pop("cost")["tokens"] < expected.pop("cost")["tokens"]
     assert again == expected
     assert not journal.exists()
 
