@@ -34,7 +34,7 @@ def summed_cross_entropy(
     Args:
         hidden_NC: hidden states after the final norm.
         weight_VC: head weight; may be the embedding's.
-        targets_N: int64 token ids below vocab_size; rows of -100 count for nothing.
+        targets_N: int64 token ids below vocab_size; rows of -100 count for nothing, what is no token gives +inf.
         vocab_size: columns from here on are padding and get no probability.
         chunk_size: rows whose logits exist at one time.
     """
@@ -129,7 +129,7 @@ def _nll(logits_nV: Tensor, targets_n: Tensor, vocab_size: int) -> Tensor:
         from flashtrain.kernels.cross_entropy import nll
 
         return nll(logits_nV, targets_n, vocab_size, IGNORED)
-    return _pick_nll(_log_probabilities(logits_nV, vocab_size), targets_n)
+    return _pick_nll(_log_probabilities(logits_nV, vocab_size), targets_n, vocab_size)
 
 
 def _nll_and_hit(logits_nV: Tensor, targets_n: Tensor, vocab_size: int) -> Tensor:
@@ -145,9 +145,10 @@ def _nll_and_gradient(logits_nV: Tensor, targets_n: Tensor, vocab_size: int) -> 
 
         return nll_and_gradient_(logits_nV, targets_n, vocab_size, IGNORED), logits_nV
     log_p_nV = _log_probabilities(logits_nV, vocab_size)
-    onehot_nV = torch.arange(logits_nV.shape[1], device=logits_nV.device) == targets_n[:, None]
+    tokens_n = torch.where(_is_token(targets_n, vocab_size), targets_n, -1)
+    onehot_nV = torch.arange(logits_nV.shape[1], device=logits_nV.device) == tokens_n[:, None]
     grad_nV = torch.where((targets_n != IGNORED)[:, None], log_p_nV.exp() - onehot_nV.to(log_p_nV.dtype), 0.0)
-    return _pick_nll(log_p_nV, targets_n), grad_nV.to(logits_nV.dtype)
+    return _pick_nll(log_p_nV, targets_n, vocab_size), grad_nV.to(logits_nV.dtype)
 
 
 def _log_probabilities(logits_nV: Tensor, vocab_size: int) -> Tensor:
@@ -156,8 +157,14 @@ def _log_probabilities(logits_nV: Tensor, vocab_size: int) -> Tensor:
     return torch.log_softmax(logits_nV, dim=1)
 
 
-def _pick_nll(log_p_nV: Tensor, targets_n: Tensor) -> Tensor:
-    nll_n = -log_p_nV.gather(1, targets_n.clamp(min=0)[:, None])[:, 0]
+def _is_token(targets_n: Tensor, vocab_size: int) -> Tensor:
+    return (targets_n >= 0) & (targets_n < vocab_size)
+
+
+def _pick_nll(log_p_nV: Tensor, targets_n: Tensor, vocab_size: int) -> Tensor:
+    is_token = _is_token(targets_n, vocab_size)
+    nll_n = -log_p_nV.gather(1, torch.where(is_token, targets_n, 0)[:, None])[:, 0]
+    nll_n = torch.where(is_token, nll_n, nll_n + torch.inf)  # a NaN stays one
     return torch.where(targets_n != IGNORED, nll_n, 0.0)
 
 

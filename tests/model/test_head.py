@@ -129,6 +129,19 @@ def test_padding_columns_get_no_probability_and_no_gradient():
     assert next_logits(hidden[:3], weight, VOCAB_SIZE).shape == (3, VOCAB_SIZE)
 
 
+def test_a_target_that_is_no_token_has_infinite_loss_and_the_gradient_of_the_others():
+    """As the kernel on CUDA has it (tests/test_cross_entropy.py)."""
+    hidden, weight, targets = make_inputs(rows=4, ignored=0.0)
+    targets[1:] = torch.tensor([-1, VOCAB_SIZE, PADDED])
+    nll = token_nll(hidden, weight, targets, VOCAB_SIZE, 3)
+    assert nll[0].isfinite() and nll[1:].tolist() == [torch.inf] * 3
+    loss = summed_cross_entropy(hidden, weight, targets, VOCAB_SIZE, 3)
+    assert loss == torch.inf
+    gradient = torch.autograd.grad(loss, hidden)[0]
+    probabilities = F.linear(hidden, weight)[:, :VOCAB_SIZE].softmax(dim=1)
+    torch.testing.assert_close(gradient[1:], (probabilities @ weight[:VOCAB_SIZE])[1:], rtol=0, atol=1e-12)
+
+
 def test_batch_of_ignored_rows_has_zero_loss_and_zero_gradients():
     hidden, weight, targets = make_inputs(ignored=2)
     loss = summed_cross_entropy(hidden, weight, targets, VOCAB_SIZE, 64)
