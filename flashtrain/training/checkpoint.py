@@ -116,11 +116,12 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 @contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
+def written_whole(path: Path, start_again: str = "start again") -> Iterator[Path]:
     """Give a path beside `path` to write to, which takes the name of `path` at the end, or leave what was there.
 
     Raises:
-        UserError: the disk refuses, for one because it is full.
+        UserError: the disk refuses, for one because it is full; with no checkpoint beside `path` the remedy is to make
+            room and `start_again`.
     """
     partial = path.with_name(f".{path.name}{PARTIAL}")
     try:
@@ -136,7 +137,7 @@ def written_whole(path: Path) -> Iterator[Path]:
         if not isinstance(refusal, OSError):
             raise
         kept = newest_checkpoint(path.parent)
-        remedy = "the one before it is whole: make room and resume" if kept else "make room and start again"
+        remedy = "the one before it is whole: make room and resume" if kept else f"make room and {start_again}"
         raise UserError(f"cannot write {path} ({refusal.strerror}); {remedy}") from error
     finally:
         with contextlib.suppress(NotADirectoryError):
@@ -159,7 +160,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self, checkpoint: dict[str, Any], path: Path | str, storage_options: object | None = None
     ) -> None:
         """Write `path` whole or leave what was there. Raises UserError as `written_whole`."""
-        with written_whole(Path(path)) as partial, partial.open("wb") as file:
+        path = Path(path)
+        start_again = f"start again there, with output={path.parent.parent} resume=auto"
+        with written_whole(path, start_again) as partial, partial.open("wb") as file:
             torch.save(checkpoint, file)
 
     def load_checkpoint(
@@ -172,25 +175,30 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def keep_by_step(folder: Path, step: int, count: int) -> None:
     """Name the last checkpoint of `folder` by its step too, and keep the `count` newest that are named so.
 
-    Both names are of one file, where the file system can do that. Steps beyond `step` go: they are of a run that was
-    resumed from before them. Raises UserError as `written_whole`.
+    Both names are of one file, where the file system can do that. Raises UserError as `written_whole`.
     """
     with written_whole(folder / f"step-{step}.ckpt") as partial:
         try:
             os.link(folder / LAST, partial)
         except OSError:
             shutil.copyfile(folder / LAST, partial)
-    checkpoints = step_checkpoints(folder)
-    kept = [number for number in checkpoints if number <= step][-count:]
-    for number in checkpoints.keys() - set(kept):
-        checkpoints[number].unlink()
+    for path in list(step_checkpoints(folder).values())[:-count]:
+        path.unlink()
+
+
+def remove_beyond(folder: Path, step: int) -> None:
+    """Remove what is named by a step beyond `step`: it is of a run that was resumed from before it."""
+    for named in (step_checkpoints(folder), milestones(folder)):
+        for number, path in named.items():
+            if number > step:
+                path.unlink()
 
 
 class Checkpoints(Checkpoint):
     """Keeps the last state, every `every` steps and at the end, and that of the lowest validation loss.
 
     The `keep_last` newest of the last states have names by step too, and stay until a newer one is whole. The weights
-    of every `milestone_every` steps stay for ever; None for no milestones.
+    of every `milestone_every` steps stay for ever; None for no milestones. Of both those beyond the last state go.
     """
 
     def __init__(
@@ -251,6 +259,7 @@ class Checkpoints(Checkpoint):
             self._save(trainer, LAST)
             if trainer.is_global_zero:
                 self._say_once("checkpoints", LAST, f"at most {self._keep_last + 2}")
+                remove_beyond(self._folder, self._last_step)
                 if self._keep_last:
                     keep_by_step(self._folder, self._last_step, self._keep_last)
 

@@ -126,7 +126,8 @@ def test_a_full_disk_ends_training_in_one_sentence(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"cannot write .* \(No space left on device\); make room and start again"):
+    said = rf"\(No space left on device\); make room and start again there, with output={tmp_path} resume=auto"
+    with pytest.raises(UserError, match=said):
         make_trainer(tmp_path, NUM_STEPS).fit(make_module(NUM_STEPS), datamodule=Steps(NUM_STEPS))
     assert not list((tmp_path / "checkpoints").iterdir())
 
@@ -213,6 +214,15 @@ def test_milestones_stay_and_say_once_what_they_take(tmp_path, caplog):
     assert [line for line in caplog.messages if line.startswith("milestones")] == [
         f"milestones: {size:.1f} MiB each, one every 3 steps"
     ]
+
+
+def test_to_go_back_leaves_the_milestones_beyond(tmp_path):
+    folder = train_with_milestones(tmp_path)
+    trainer = make_trainer(tmp_path, 5, checkpoint_every=5, keep_last=0, validate_every=100)
+    trainer.fit(make_module(5), datamodule=Steps(5), ckpt_path=folder / "step-3.ckpt")
+    assert names_and_steps(folder) == {
+        "milestone-3.ckpt": 3, "step-3.ckpt": 3, "last.ckpt": 5, "best.ckpt": 5,
+    }  # fmt: skip
 
 
 def test_a_milestone_is_whole_or_absent(tmp_path, monkeypatch):
