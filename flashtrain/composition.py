@@ -60,11 +60,11 @@ def settle(composed: DictConfig, overrides: list[str]) -> Config:
         raise UserError(f"{PRETRAINED_LENGTH} is not to be chosen, it is that of train.init_from; leave it out")
     config = OmegaConf.to_object(composed)
     config.optimizer = config.optimizer.resolve(config.model.hidden_size)
-    shortest = None
+    fits = None
     if isinstance(config.data, RecallOptions):
         _refuse_for_recall(overrides)
-        shortest = config.data.shortest
-    config.eval = config.eval.resolve(config.train.sequence_length, config.model.position_limit, shortest)
+        fits = config.data.has_rows_of
+    config.eval = config.eval.resolve(config.train.sequence_length, config.model.position_limit, fits)
     refuse(contradictions(config))
     if by_word:
         refuse_another_run(Path(config.output), config)

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from commands import run_command
+from commands import compose, run_command
 
 from flashtrain.evaluation import recall_report
 from flashtrain.evaluation.table import RecallTable, read_table
@@ -106,6 +106,19 @@ def test_an_export_has_no_tokenizer(home, capsys):
     run_command("python -m flashtrain.convert run=run output=exported")
     assert "no tokenizer.json: the tokenizer is recall, and 48 stands before a document" in capsys.readouterr().out
     assert not (home / "exported/tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "lengths"),
+    [
+        ("data.num_queries=4 train.sequence_length=32 train.tokens_per_step=64", [16, 32, 64]),
+        ("data.num_queries=2 train.sequence_length=30 train.tokens_per_step=30", [30, 60]),
+        ("data.num_keys=60 train.sequence_length=160 train.tokens_per_step=160", [160]),
+    ],
+    ids=["enough-tokens", "pairs", "enough-keys"],
+)
+def test_default_lengths_are_those_that_rows_may_have(words, lengths):
+    assert compose("data=recall", *words.split()).eval.lengths == lengths
 
 
 @pytest.mark.gpu

@@ -65,6 +65,10 @@ class RecallOptions(DataOptions):
             if (value := getattr(self, name)) < least
         ]
 
+    def has_rows_of(self, length: int) -> bool:
+        """Whether there are rows of `length` tokens."""
+        return not self.problems_of_length("", length)
+
     def problems_of_length(self, key: str, length: int) -> list[str]:
         """Return why there are no rows of `length` tokens, which `key` says."""
         said = f"{key} says {length} tokens"

@@ -1,5 +1,6 @@
 """What a user may choose about an evaluation; the fields are the keys of conf/eval/*.yaml."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from flashtrain.evaluation.key_tokens import short_context
@@ -16,7 +17,7 @@ class EvalOptions:
 
     lengths: list[int] | None
     """Lengths to score, increasing: each is a first-L-tokens length and a context length. null: halvings of twice the
-    training length, or of the learned positions where they end before that."""
+    training length, or of the learned positions where they end before that; of data=recall those that rows may have."""
     targets_per_anchor: int
     """Targets before each anchor, whose context varies; fewer than the shortest length."""
     max_documents: int | None
@@ -40,21 +41,23 @@ class EvalOptions:
     """Tokens of a window that go through the model at once, over a cache of the keys and values before them; null: all,
     in one forward."""
 
-    def resolve(self, training_length: int, max_positions: int | None, shortest: int | None = None) -> "EvalOptions":
+    def resolve(
+        self, training_length: int, max_positions: int | None, fits: Callable[[int], bool] | None = None
+    ) -> "EvalOptions":
         """Return the options with lengths and stride written out.
 
-        shortest: the least of the lengths that a null stands for; None: one above `targets_per_anchor`.
+        fits: whether a length may be one of those that a null stands for; None: one above `targets_per_anchor` may.
         """
         stride = self.window if self.stride is None else self.stride
-        shortest = self.targets_per_anchor + 1 if shortest is None else shortest
-        return replace(self, lengths=self._lengths(training_length, max_positions, shortest), stride=stride)
+        fits = fits or (lambda length: length > self.targets_per_anchor)
+        return replace(self, lengths=self._lengths(training_length, max_positions, fits), stride=stride)
 
-    def _lengths(self, training_length: int, max_positions: int | None, shortest: int) -> list[int]:
+    def _lengths(self, training_length: int, max_positions: int | None, fits: Callable[[int], bool]) -> list[int]:
         if self.lengths is not None:
             return self.lengths
         longest = min(2 * training_length, max_positions or 2 * training_length)
         halvings = [longest >> times for times in range(MOST_DEFAULT_LENGTHS)]
-        lengths = sorted(length for length in halvings if length >= shortest)
+        lengths = sorted(filter(fits, halvings))
         return lengths or [longest]
 
     def fed_lengths(self) -> list[int]:
