@@ -19,7 +19,7 @@ from flashtrain.contradictions import contradictions
 from flashtrain.data.options import RecallOptions
 from flashtrain.errors import UserError
 from flashtrain.evaluation.recall import KEYS as RECALL_KEYS
-from flashtrain.saved_settings import of_saved_run, pretrained_length, refuse_another_run
+from flashtrain.saved_settings import of_saved_run, pretrained_length, refuse_another_run, saved_model
 
 # Of what the weights are that a run starts from, which it finds out.
 PRETRAINED_LENGTH = "train.pretrained_length"
@@ -49,6 +49,7 @@ def settle(composed: DictConfig, overrides: list[str]) -> Config:
             f"{' and '.join(named)} are set together; output makes a run, resume continues one, run evaluates one: "
             "name one"
         )
+    initial_rope = None
     if folders["resume"]:
         composed = of_saved_run(runs.folder_of(composed.resume), composed, overrides)
     elif composed.run:
@@ -56,9 +57,12 @@ def settle(composed: DictConfig, overrides: list[str]) -> Config:
     elif composed.train.init_from is not None:
         started = Path(composed.output) if by_word and runs.checkpoint_to_resume(composed.output, "auto") else None
         composed.train.pretrained_length = pretrained_length(composed.train.init_from, started)
+        initial_rope = saved_model(started or runs.folder_of(composed.train.init_from)).rope
     if PRETRAINED_LENGTH in given_keys(overrides) and not (folders["resume"] or composed.run):
         raise UserError(f"{PRETRAINED_LENGTH} is not to be chosen, it is that of train.init_from; leave it out")
     config = OmegaConf.to_object(composed)
+    if initial_rope is not None:
+        config.model.rope = config.model.rope.in_place_of(initial_rope, config.train.pretrained_length)
     config.optimizer = config.optimizer.resolve(config.model.hidden_size)
     fits = None
     if isinstance(config.data, RecallOptions):

@@ -66,7 +66,8 @@ def test_an_extension_takes_the_short_experiment_to_16k_and_fits_an_h200(name, r
     config = compose(f"experiment={name}")
     assert (config.train.sequence_length, config.train.pretrained_length) == (2**14, 2**11)
     assert (config.model.rope.type, config.model.rope.theta) == (rope, theta)
-    assert config.model.rope.factor == (8.0 if rope == "yarn" else None)
+    scaling = (8.0, 2048) if rope == "yarn" else (None, None)
+    assert (config.model.rope.factor, config.model.rope.original_length) == scaling
     assert replace(config.model, rope=short.model.rope) == short.model
     assert peak(config).total < 7 / 8 * DEVICES["h200"].hbm_bytes
 

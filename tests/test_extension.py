@@ -8,7 +8,7 @@ from commands import SMALL, run_command
 from omegaconf import OmegaConf
 from tiny_checkpoint import tokenizer
 
-YARN = "model.rope.type=yarn model.rope.factor=4 model.rope.original_length=64"
+YARN = "model.rope.type=yarn model.rope.factor=4"
 LONGER = "train.sequence_length=256 train.tokens_per_step=256 train.steps=1 optimizer.learning_rate=1e-12"
 
 
@@ -55,6 +55,7 @@ def test_training_goes_on_at_another_length_with_other_positions(home, caplog):
         torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-9)
     saved = OmegaConf.load(home / "longer/config.yaml")
     assert (saved.train.init_from, saved.train.pretrained_length) == ("short", 64)
+    assert saved.model.rope.original_length == 64, "the other run's length"
     assert json.loads((home / "longer/provenance.json").read_text())["initial_weights"]
     conditions = report_of(home / "longer")["conditions"]
     assert conditions["training_length"] == 256
@@ -98,6 +99,14 @@ def test_the_extended_run_is_resumed_without_the_first(home, capsys):
     finally:
         if (home / "moved").exists():
             (home / "moved").rename(home / "short")
+
+
+def test_an_extension_is_continued_and_extended_from_the_length_before_any_scaling():
+    train(f"output=scaled train.init_from=short {LONGER} {YARN} eval.lengths=[65,256]")
+    train(f"output=scaled train.init_from=short {LONGER} {YARN} eval.lengths=[65,256] resume=auto")
+    train(f"output=further train.init_from=scaled {LONGER} {YARN} model.rope.factor=8 eval.lengths=[65,256]")
+    rope = OmegaConf.load("further/config.yaml").model.rope
+    assert (rope.type, rope.factor, rope.original_length) == ("yarn", 8.0, 64)
 
 
 def test_the_longest_training_counts(home):

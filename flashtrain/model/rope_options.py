@@ -32,7 +32,7 @@ def attention_factor(factor: float, scale: float = 1.0) -> float:
 class RopeOptions:
     """Rotary frequencies and their scaling to a longer context. None where the type does not take the key."""
 
-    type: str | None = None  # a key of TYPES; None in eval.rope: that of the run
+    type: str | None = None  # a key of TYPES; None: that of the run which is evaluated or gave the weights
     theta: float | None = None  # base of the frequencies
     factor: float | None = None  # how many times longer the context becomes
     original_length: int | None = None  # tokens in a row that the model was trained with before scaling
@@ -87,7 +87,7 @@ class RopeOptions:
         return replace(self, **{name: value for name, value in taken.items() if getattr(self, name) is None})
 
     def in_place_of(self, trained: "RopeOptions", training_length: int) -> "RopeOptions":
-        """Return what an evaluation with these options uses of a model that has `trained`.
+        """Return what these options come to for the weights of a model that was trained with `trained`.
 
         A type of None is `trained` itself. Otherwise a theta of None is its theta, and an original_length of None
         is its original_length, or where it has none the tokens in a row of its training.
