@@ -6,7 +6,8 @@ import pytest
 import torch
 from tolerance import make_qkv
 
-from flashtrain.kernels.attention import Intervals, ops
+from flashtrain.kernels.attention import Intervals
+from flashtrain.kernels.attention.variants import attend_of
 
 CAUSAL = Intervals.causal()
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -30,9 +31,9 @@ class Flash:
     most_head_dim: int
 
     def __call__(self, q, k, v, intervals=CAUSAL, scale=None, softcap=0.0, deterministic=False):
-        attend = getattr(ops, self.name)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return attend(q, k, v, intervals, scale, softcap, deterministic)
+        attend = attend_of(self.name, deterministic=deterministic, needs_lse=True)
+        return attend(q, k, v, intervals, scale, softcap)
 
     def qkv(self, *shape, **options):
         defaults = {"dtype": self.dtype, "device": "cuda" if torch.cuda.is_available() else "cpu"}

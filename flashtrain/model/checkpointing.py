@@ -27,6 +27,7 @@ ATTENTION_OPERATORS = frozenset(
         torch.ops.flashtrain.flash_v1.default,
         torch.ops.flashtrain.flash_v2.default,
         torch.ops.flashtrain.flash_hopper.default,
+        torch.ops.flashtrain.flash_hopper_deterministic.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_efficient_attention.default,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .intervals import Intervals
 from .spec import AttentionSpec
-from .variants import VARIANTS, resolve
+from .variants import attend_of, resolve
 
 
 def attention(
@@ -51,10 +51,9 @@ def attention(
     )
     name = resolve(variant, spec)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    chosen = VARIANTS[name]
-    attend = chosen.attend if return_lse or chosen.attend_alone is None else chosen.attend_alone
+    attend = attend_of(name, deterministic=spec.deterministic, needs_lse=return_lse)
     with torch.autocast(q.device.type, enabled=False):
-        out, lse = attend(q, k, v, intervals, scale, softcap, spec.deterministic)
+        out, lse = attend(q, k, v, intervals, scale, softcap)
     if not return_lse:
         return out
     assert lse is not None, f"{name} said that it returns the lse"

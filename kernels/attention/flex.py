@@ -29,7 +29,6 @@ def flex(
     intervals: Intervals,
     scale: float,
     softcap: float = 0.0,
-    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The kernels, part of the graph that is being compiled or, without one, compiled here for each new shape."""
     if torch.compiler.is_compiling():

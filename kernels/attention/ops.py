@@ -20,8 +20,7 @@ def _register(name: str, launch_forward: Launcher, launch_backward: Launcher) ->
     """Makes the operators flashtrain::name and flashtrain::name_backward; returns what a variant is called by.
 
     The launchers take `forward(q, k, v, mask, scale, softcap)` and, for dq, dk and dv with empty tensors for what is
-    not needed, `backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, deterministic, needs_dq, needs_dkdv)`.
-    What a forward computes has the same bits every run, and is told `deterministic` for its backward.
+    not needed, `backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, needs_dq, needs_dkdv)`.
     """
 
     @torch.library.custom_op(f"flashtrain::{name}", mutates_args=())
@@ -35,13 +34,12 @@ def _register(name: str, launch_forward: Launcher, launch_backward: Launcher) ->
         queries: Tensor | None,
         scale: float,
         softcap: float,
-        deterministic: bool,
     ) -> tuple[Tensor, Tensor]:
         with torch.cuda.device_of(q):
             return launch_forward(q, k, v, _mask(left, right, keys, queries), scale, softcap)
 
     @forward.register_fake
-    def _(q, k, v, left, right, keys, queries, scale, softcap, deterministic):
+    def _(q, k, v, left, right, keys, queries, scale, softcap):
         batch, q_len, num_q_heads, _ = q.shape
         out = q.new_empty(batch, q_len, num_q_heads, v.shape[-1])
         return out, q.new_empty(batch, num_q_heads, q_len, dtype=torch.float32)
@@ -61,33 +59,28 @@ def _register(name: str, launch_forward: Launcher, launch_backward: Launcher) ->
         queries: Tensor | None,
         scale: float,
         softcap: float,
-        deterministic: bool,
         needs_dq: bool,
         needs_dkdv: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         mask = _mask(left, right, keys, queries)
         with torch.cuda.device_of(q):
-            return launch_backward(
-                dout, dlse, q, k, v, out, lse, mask, scale, softcap, deterministic, needs_dq, needs_dkdv
-            )
+            return launch_backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, needs_dq, needs_dkdv)
 
     @backward.register_fake
-    def _(
-        dout, dlse, q, k, v, out, lse, left, right, keys, queries, scale, softcap, deterministic, needs_dq, needs_dkdv
-    ):
+    def _(dout, dlse, q, k, v, out, lse, left, right, keys, queries, scale, softcap, needs_dq, needs_dkdv):
         dq = q.new_empty(q.shape if needs_dq else 0)
         dk, dv = (x.new_empty(x.shape if needs_dkdv else 0) for x in (k, v))
         return dq, dk, dv
 
     def save_for_backward(ctx, inputs, output) -> None:
-        q, k, v, ctx.left, ctx.right, keys, queries, ctx.scale, ctx.softcap, ctx.deterministic = inputs
+        q, k, v, ctx.left, ctx.right, keys, queries, ctx.scale, ctx.softcap = inputs
         ctx.save_for_backward(q, k, v, *output, keys, queries)
 
     def differentiate(ctx, dout: Tensor, dlse: Tensor):
         needs_dq, needs_dk, needs_dv, *others = ctx.needs_input_grad
         *tensors, keys, queries = ctx.saved_tensors
         dq, dk, dv = backward(
-            dout, dlse, *tensors, ctx.left, ctx.right, keys, queries, ctx.scale, ctx.softcap, ctx.deterministic,
+            dout, dlse, *tensors, ctx.left, ctx.right, keys, queries, ctx.scale, ctx.softcap,
             needs_dq, needs_dk or needs_dv,
         )  # fmt: skip
         return dq if needs_dq else None, dk if needs_dk else None, dv if needs_dv else None, *(None for _ in others)
@@ -107,12 +100,11 @@ def _register(name: str, launch_forward: Launcher, launch_backward: Launcher) ->
         intervals: Intervals,
         scale: float,
         softcap: float = 0.0,
-        deterministic: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Returns out (B, Sq, Hq, Dv) and the natural-log LSE (B, Hq, Sq) in fp32, both differentiable once."""
         bounds = intervals.bounds
         keys, queries = (None, None) if bounds is None else (bounds.keys, bounds.queries)
-        return forward(q, k, v, intervals.left, intervals.right, keys, queries, scale, softcap, deterministic)
+        return forward(q, k, v, intervals.left, intervals.right, keys, queries, scale, softcap)
 
     return attend
 
@@ -128,7 +120,7 @@ def _flash_v1_forward(q, k, v, mask, scale, softcap):
     return forward(q, k, v, mask, scale, sram_elements(q.device))
 
 
-def _flash_v1_backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, deterministic, needs_dq, needs_dkdv):
+def _flash_v1_backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, needs_dq, needs_dkdv):
     from .flash_v1 import backward
 
     # One kernel makes all three.
@@ -142,7 +134,7 @@ def _flash_v2_forward(q, k, v, mask, scale, softcap):
     return forward(q, k, v, mask, scale, softcap, _tiles(q, v))
 
 
-def _flash_v2_backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, deterministic, needs_dq, needs_dkdv):
+def _flash_v2_backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, needs_dq, needs_dkdv):
     from .flash_v2.backward import backward
 
     launch = _tiles(q, v)
@@ -155,14 +147,9 @@ def _flash_hopper_forward(q, k, v, mask, scale, softcap):
     return forward(q, k, v, mask, scale, softcap)
 
 
-def _flash_hopper_backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, deterministic, needs_dq, needs_dkdv):
+def _flash_hopper_backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, needs_dq, needs_dkdv):
     from .flash_hopper.backward import backward
 
-    # This backward adds dQ up in no fixed order; flash_v2's takes the same tensors.
-    if deterministic:
-        return _flash_v2_backward(
-            dout, dlse, q, k, v, out, lse, mask, scale, softcap, deterministic, needs_dq, needs_dkdv
-        )
     return backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, needs_dq, needs_dkdv)
 
 
@@ -173,3 +160,5 @@ def _tiles(q: Tensor, v: Tensor) -> Tiles:
 flash_v1 = _register("flash_v1", _flash_v1_forward, _flash_v1_backward)
 flash_v2 = _register("flash_v2", _flash_v2_forward, _flash_v2_backward)
 flash_hopper = _register("flash_hopper", _flash_hopper_forward, _flash_hopper_backward)
+# Its own backward adds dQ up in no fixed order; flash_v2's takes the same tensors.
+flash_hopper_deterministic = _register("flash_hopper_deterministic", _flash_hopper_forward, _flash_v2_backward)

@@ -25,7 +25,6 @@ def sdpa_math(
     intervals: Intervals,
     scale: float,
     softcap: float = 0.0,
-    deterministic: bool = False,
 ) -> tuple[Tensor, None]:
     """PyTorch's composite of matmul, softmax and matmul (float32 inside for 16-bit inputs)."""
     bias, is_causal = _mask(q, k, intervals)
@@ -42,7 +41,6 @@ def sdpa_efficient(
     intervals: Intervals,
     scale: float,
     softcap: float = 0.0,
-    deterministic: bool = False,
 ) -> tuple[Tensor, None]:
     """The memory-efficient CUTLASS kernel. It knows no grouped heads, so those of k and v are repeated."""
     group = q.shape[2] // k.shape[2]
@@ -63,7 +61,6 @@ def sdpa_flash(
     intervals: Intervals,
     scale: float,
     softcap: float = 0.0,
-    deterministic: bool = False,
 ) -> tuple[Tensor, None]:
     """FlashAttention-2 on CUDA; PyTorch's own blockwise kernel on CPU."""
     operator = (
@@ -82,7 +79,6 @@ def sdpa_cudnn(
     intervals: Intervals,
     scale: float,
     softcap: float = 0.0,
-    deterministic: bool = False,
 ) -> tuple[Tensor, None]:
     """cuDNN's fused attention."""
     out, *_ = aten._scaled_dot_product_cudnn_attention(

@@ -22,7 +22,6 @@ def standard(
     intervals: Intervals,
     scale: float,
     softcap: float = 0.0,
-    deterministic: bool = False,
     needs_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Scaled dot-product attention and its log-sum-exp, None unless needed, differentiable to any order.
@@ -73,7 +72,6 @@ def out_alone(
     intervals: Intervals,
     scale: float,
     softcap: float = 0.0,
-    deterministic: bool = False,
 ) -> tuple[Tensor, None]:
     """`standard` without the log-sum-exp, which costs passes over S that the textbook does not make."""
     out, _ = standard(q, k, v, intervals, scale, softcap, needs_lse=False)

@@ -20,7 +20,7 @@ from .standard import out_alone, standard
 
 log = logging.getLogger(__name__)
 
-Attend = Callable[[Tensor, Tensor, Tensor, Intervals, float, float, bool], tuple[Tensor, Tensor | None]]
+Attend = Callable[[Tensor, Tensor, Tensor, Intervals, float, float], tuple[Tensor, Tensor | None]]
 
 
 class Unsupported(ValueError):
@@ -30,14 +30,17 @@ class Unsupported(ValueError):
 @dataclass(frozen=True)
 class Variant:
     """What it is, in words, for the table of what each supports; `unsupported(spec)` is why not, or None;
-    `attend(q, k, v, intervals, scale, softcap, deterministic)` is (out, lse or None); `attend_alone`, where there is
-    one, is (out, None) for less, and called where nobody asks for the lse; `wrong(spec)`, where there is one, tries the
-    variant on the GPU here: None, or what keeps "auto" from it, as the end of a sentence that begins with its name."""
+    `attend(q, k, v, intervals, scale, softcap)` is (out, lse or None); `attend_alone`, where there is one, is (out,
+    None) for less, and called where nobody asks for the lse; `attend_deterministic`, where there is one, is called for
+    the same bits every run, which the others' `attend` has where they support it; `wrong(spec)`, where there is one,
+    tries the variant on the GPU here: None, or what keeps "auto" from it, as the end of a sentence that begins with its
+    name."""
 
     description: str
     unsupported: Callable[[AttentionSpec], str | None]
     attend: Attend
     attend_alone: Attend | None = None
+    attend_deterministic: Attend | None = None
     wrong: Callable[[AttentionSpec], str | None] | None = None
 
 
@@ -66,6 +69,7 @@ VARIANTS = {
         "our Gluon kernels: TMA, warp-specialised WGMMA, forward and backward",
         limits.flash_hopper,
         ops.flash_hopper,
+        attend_deterministic=ops.flash_hopper_deterministic,
         wrong=_flash_hopper_wrong,
     ),
     "sdpa_math": Variant("PyTorch's plain kernel", limits.sdpa_math, sdpa.sdpa_math),
@@ -77,6 +81,16 @@ VARIANTS = {
 
 VARIANT_NAMES = tuple(VARIANTS)
 NAMES = ("auto", *VARIANT_NAMES)
+
+
+def attend_of(name: str, *, deterministic: bool, needs_lse: bool) -> Attend:
+    """What variant `name` is called by."""
+    variant = VARIANTS[name]
+    if deterministic and variant.attend_deterministic is not None:
+        return variant.attend_deterministic
+    if not needs_lse and variant.attend_alone is not None:
+        return variant.attend_alone
+    return variant.attend
 
 
 def refusal(name: str, spec: AttentionSpec) -> str | None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from tolerance import assert_as_accurate_as_standard, make_qkv
 
-from flashtrain.kernels.attention import AttentionSpec, Intervals, attention, ops, refusal
-from flashtrain.kernels.attention.variants import VARIANTS
+from flashtrain.kernels.attention import AttentionSpec, Intervals, attention, refusal
+from flashtrain.kernels.attention.variants import VARIANTS, attend_of
 
 CAUSAL = Intervals.causal()
 RUNS = 20
@@ -50,7 +50,7 @@ def test_flash_hopper_then_has_the_backward_of_flash_v2(deterministic, monkeypat
     for name in ("flash_hopper", "flash_v2"):
         monkeypatch.setitem(sys.modules, f"{package}.{name}.backward", backward(name))
     q, k, v = (x.requires_grad_() for x in make_qkv(1, 4, 4, 2, 2, 16))
-    ops.flash_hopper(q, k, v, CAUSAL, 0.25, deterministic=deterministic)[0].sum().backward()
+    attend_of("flash_hopper", deterministic=deterministic, needs_lse=True)(q, k, v, CAUSAL, 0.25)[0].sum().backward()
     assert called == ["flash_v2" if deterministic else "flash_hopper"]
 
 
@@ -71,11 +71,12 @@ def test_the_argument_and_the_switch_ask_for_the_same(switch):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_the_variant_is_told(compiled, switch, monkeypatch):
-    def attend(q, k, v, intervals, scale, softcap, deterministic):
-        return q + deterministic, None
+def test_what_is_deterministic_is_called(compiled, switch, monkeypatch):
+    def adding(number):
+        return lambda q, k, v, intervals, scale, softcap: (q + number, None)
 
-    monkeypatch.setitem(VARIANTS, "standard", replace(VARIANTS["standard"], attend=attend, attend_alone=None))
+    made = replace(VARIANTS["standard"], attend_alone=adding(0), attend_deterministic=adding(1))
+    monkeypatch.setitem(VARIANTS, "standard", made)
     torch._dynamo.reset()
 
     def added(**options):

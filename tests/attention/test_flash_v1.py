@@ -111,7 +111,7 @@ def test_blocks_of_any_size(sram_elements, monkeypatch):
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=["all", "dq", "dkdv"])
 def test_opcheck(needs):
     q, k, v = make_qkv(1, 33, 40, 4, 2, 16, 24, device=DEVICE)
-    mask = None, 0, None, None, 0.25, 0.0, False
+    mask = None, 0, None, None, 0.25, 0.0
     leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
     torch.library.opcheck(torch.ops.flashtrain.flash_v1.default, (*leaves, *mask))
     out, lse = torch.ops.flashtrain.flash_v1(q, k, v, *mask)

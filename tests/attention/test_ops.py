@@ -27,13 +27,13 @@ def operators(flash):
 
 
 def window():
-    """A mask and a cap as the operators take them: left, right, keys, queries, scale, softcap, deterministic."""
-    return 5, 0, None, None, 0.25, 0.0, False
+    """A mask and a cap as the operators take them: left, right, keys, queries, scale, softcap."""
+    return 5, 0, None, None, 0.25, 0.0
 
 
 def documents():
     bounds = documents_of(33, 40).bounds
-    return None, None, bounds.keys, bounds.queries, 0.25, 2.0, True
+    return None, None, bounds.keys, bounds.queries, 0.25, 2.0
 
 
 def documents_of(Sq, Sk, per_document=11):
