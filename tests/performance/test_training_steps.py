@@ -1,8 +1,8 @@
 """Systems by turns: what they are timed as, who has no speed, and that compiled ones stay so."""
 
+import gc
 from dataclasses import dataclass
 
-import gc
 import pytest
 import torch
 from torch import nn
