@@ -18,13 +18,14 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         known = [x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         self._given.update(storage for storage in known if storage not in self._storages)
-        result = operator(*args, **(kwargs or {}))
+        result, num_known = operator(*args, **(kwargs or {})), len(self._storages)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._given:
                     self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, self.live())
+        if len(self._storages) > num_known:
+            self.peak = max(self.peak, self.live())
         return result
 
     def live(self) -> int:
