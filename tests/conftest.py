@@ -1,14 +1,24 @@
 """What all tests share: without a CUDA GPU, Triton interprets its kernels and tests marked gpu are skipped."""
 
 import gc
+import importlib.util
 import os
 
 import pytest
 import torch
 
+# Workers of pytest-xdist share the cores: with as many threads in each they wait for one another.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+    torch.set_num_threads(1)
+
 # Triton reads this once, when it is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if importlib.util.find_spec("triton"):
+        import interpreter
+
+        interpreter.search_once()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

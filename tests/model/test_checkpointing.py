@@ -1,7 +1,7 @@
 """What a block computes again changes no gradient and no state key, and nothing runs twice whose results are kept."""
 
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import pytest
@@ -72,22 +72,28 @@ def of_attention(counts):
     return Counter({operator: count for operator, count in counts.items() if operator in ATTENTION_OPERATORS})
 
 
+@cache
+def eager(case, mode):
+    """The gradients, what was called, and the state keys of a model that is not compiled."""
+    model = case.model(mode)
+    with Calls() as seen:
+        gradients = case.gradients(model)
+    return gradients, seen.counts, list(model.state_dict())
+
+
 @each_of([*CASES, Case("standard", masked=False), Case("sdpa_math", masked=True)])
 def test_gradients_are_the_same_bits_and_what_is_kept_runs_once(case):
-    gradients, calls = {}, {}
-    for mode in MODES:
-        model = case.model(mode)
-        with Calls() as seen:
-            gradients[mode] = case.gradients(model)
-        calls[mode] = seen.counts
-        assert all(torch.equal(*pair) for pair in zip(gradients["none"], gradients[mode], strict=True)), mode
+    gradients, calls, _ = zip(*(eager(case, mode) for mode in MODES), strict=True)
+    for mode, some in zip(MODES, gradients, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(gradients[0], some, strict=True)), mode
     with Calls() as forward, torch.no_grad():
         case.model("none")(torch.zeros(2, 24, dtype=torch.int64, device=case.device))
     assert of_attention(forward.counts) and set(forward.counts) & PRODUCT_OPERATORS
     assert all(count % NUM_LAYERS == 0 for count in forward.counts.values())
-    assert calls["pointwise"] == calls["none"]
-    assert of_attention(calls["selective"]) == of_attention(calls["none"])
-    assert of_attention(calls["full"]) == of_attention(calls["none"] + forward.counts)
+    none, pointwise, selective, full = calls
+    assert pointwise == none
+    assert of_attention(selective) == of_attention(none)
+    assert of_attention(full) == of_attention(none + forward.counts)
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
@@ -102,17 +108,16 @@ def test_compiled_into_one_graph_it_is_the_same_with_the_same_state_keys(case, m
             counts.update(COUNTED.intersection(operators))
         return make_boxed_func(graph.forward)
 
-    eager, compiled, other = case.model("none"), case.model(mode), case.model(mode)
-    expected = case.gradients(eager)
-    with Calls() as seen:
-        case.gradients(other)
+    expected, _, keys = eager(case, "none")
+    _, calls, keys_of_mode = eager(case, mode)
+    compiled = case.model(mode)
     backend = aot_autograd(fw_compiler=counting, bw_compiler=counting, partition_fn=min_cut_rematerialization_partition)
     torch.compiler.reset()
     compiled.compile(backend=backend, fullgraph=True)
     actual = case.gradients(compiled)
-    assert counts == seen.counts
+    assert counts == calls
     assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
-    assert list(eager.state_dict()) == list(other.state_dict()) == list(compiled.state_dict())
+    assert keys == keys_of_mode == list(compiled.state_dict())
 
 
 @pytest.mark.gpu
