@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -146,14 +147,25 @@ def may_spill(architecture, problem, kernel):
 
 
 @functools.cache
-def compiled(architecture):
-    """What the script reports, {problem: {kernel: {...}}}, and its standard error. A minute or so each; one worker has
-    all of this file, so each is made once."""
+def runs():
+    """{architecture: what its script is going to have run to}, all of them, as many at a time as there are cores."""
+    pool = ThreadPoolExecutor(os.cpu_count())
+    return {architecture: pool.submit(run_script, architecture) for architecture in ARCHITECTURES}
+
+
+def run_script(architecture):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [str(ROOT), str(ROOT / "tests"), environment.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, SCRIPT, architecture, json.dumps(problems(architecture))]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@functools.cache
+def compiled(architecture):
+    """What the script reports, {problem: {kernel: {...}}}, and its standard error. A minute or so each; one worker has
+    all of this file, so each is made once."""
+    run = runs()[architecture].result()
     kernels = {name: {} for name in problems(architecture)}
     for line in run.stdout.splitlines():
         report = json.loads(line)
