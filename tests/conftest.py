@@ -7,11 +7,6 @@ import os
 import pytest
 import torch
 
-# Workers of pytest-xdist share the cores: with as many threads in each they wait for one another.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
-    torch.set_num_threads(1)
-
 # Triton reads this once, when it is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -19,6 +14,12 @@ if not torch.cuda.is_available():
         import interpreter
 
         interpreter.search_once()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave the workers that pytest-xdist is about to start a thread each: with more they wait for one another."""
+    if config.getoption("numprocesses", None):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
