@@ -17,7 +17,7 @@ WITHOUT_RESULT = (
     *("BSYNC", "BSSY", "USETMAXREG", "CCTL", "ERRBAR", "DEPBAR", "BREAK", "YIELD", "NOP", "UBLK", "ELECT"),
 )
 # A register of which one bit is cleared, to keep a predicate there: what its others hold is then of no interest.
-KEEPS_A_PREDICATE = re.compile(r"LOP3\.LUT R(\d+), R\1, 0x(?:f*[7bde]f*), RZ, 0xc0, !PT")
+KEEPS_A_PREDICATE = re.compile(r"LOP3\.LUT R(\d+), R\1, 0x(?=[0-9a-f]{8},)f*[7bde]f*, RZ, 0xc0, !PT")
 UNIFORM = 256
 """The number of UR0; R0 is number 0."""
 

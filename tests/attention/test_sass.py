@@ -41,6 +41,7 @@ READS = [
     ("NOP", "LOP3.LUT R7, R7, 0xfffffffd, RZ, 0xc0, !PT", []),
     ("LOP3.LUT R7, R7, 0xfffffffd, RZ, 0xc0, !PT", "LOP3.LUT R7, R7, 0x2, RZ, 0xfc, !PT", []),
     ("NOP", "LOP3.LUT R7, R7, 0xfffffffc, RZ, 0xc0, !PT", ["LOP3.LUT R7, R7, 0xfffffffc, RZ, 0xc0, !PT"]),
+    ("NOP", "LOP3.LUT R7, R7, 0x7f, RZ, 0xc0, !PT", ["LOP3.LUT R7, R7, 0x7f, RZ, 0xc0, !PT"]),
     ("NOP", "LOP3.LUT R7, R8, 0xfffffffd, RZ, 0xc0, !PT", ["LOP3.LUT R7, R8, 0xfffffffd, RZ, 0xc0, !PT"]),
     ("ULDC.128 UR4, c[0x0][0x10]", PRODUCT, []),
     ("ULDC.64 UR6, c[0x0][0x10]", PRODUCT, [PRODUCT]),
