@@ -14,6 +14,7 @@ from flashtrain.kernels.attention.limits import FLASH_HOPPER_HEAD_DIMS
 
 triton = pytest.importorskip("triton")
 forward = pytest.importorskip("flashtrain.kernels.attention.flash_hopper.forward")
+backward = pytest.importorskip("flashtrain.kernels.attention.flash_hopper.backward")
 launch = pytest.importorskip("flashtrain.kernels.attention.flash_hopper.launch")
 schedule = pytest.importorskip("flashtrain.kernels.attention.flash_hopper.schedule")
 geometry = pytest.importorskip("flashtrain.kernels.attention.geometry")
@@ -147,6 +148,12 @@ def test_there_is_a_launch_for_each_limit_and_a_named_barrier_for_each_use():
         assert pipeline.FIRST_BARRIER.value >= 2 + rows.CONSUMERS
         assert forward.FIRST_TURN.value + rows.CONSUMERS <= forward.FIRST_RING.value
         assert forward.FIRST_RING.value + 2 * rows.SLOTS <= 16
+        assert rows.SLOTS & (rows.SLOTS - 1) == 0
+    for rows in launch.BACKWARD.values():
+        assert pipeline.FIRST_BARRIER.value >= 2 + backward.CONSUMERS.value
+        assert backward.FIRST_TURN.value + 2 * backward.CONSUMERS.value <= backward.BOTH_HERE.value
+        assert backward.BOTH_HERE.value < backward.RINGS.value
+        assert backward.RINGS.value + 2 * rows.SLOTS <= 16
         assert rows.SLOTS & (rows.SLOTS - 1) == 0
 
 

@@ -52,8 +52,8 @@ CONSUMERS: gl.constexpr = gl.constexpr(2)
 
 # Named barriers: two turns for each warpgroup, one of both, then those of the rings.
 FIRST_TURN: gl.constexpr = FIRST_BARRIER
-BOTH_HERE: gl.constexpr = gl.constexpr(FIRST_BARRIER.value + 4)
-RINGS: gl.constexpr = gl.constexpr(FIRST_BARRIER.value + 5)
+BOTH_HERE: gl.constexpr = gl.constexpr(FIRST_TURN.value + 2 * CONSUMERS.value)
+RINGS: gl.constexpr = gl.constexpr(BOTH_HERE.value + 1)
 
 
 @gluon.jit
