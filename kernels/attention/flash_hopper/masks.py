@@ -21,7 +21,10 @@ def by_thread(x):
 
 @gluon.jit
 def inside_or(x, lo, hi, hidden: gl.constexpr):
-    """An accumulator x in columns lo <= column < hi, those of each row, and `hidden` elsewhere."""
+    """An accumulator x in columns lo <= column < hi, those of each row, and `hidden` elsewhere.
+
+    At most 128 columns, of which a thread has as many numbers as a word has bits; lo <= hi, else too much is shown.
+    """
     COLUMNS: gl.constexpr = x.shape[1]
     by_thread_x = by_thread(x)
     LAYOUT: gl.constexpr = by_thread_x.type.layout
