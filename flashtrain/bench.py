@@ -4,7 +4,6 @@
 [lengths=[...]]`
 """
 
-import shlex
 import sys
 from dataclasses import asdict, dataclass
 
@@ -231,14 +230,8 @@ def _conditions(config: BenchConfig, device: str, masks: Masks, facts: dict) -> 
         interpreted=spec.interpreted,
         masks=masks,
         relative_to=config.relative_to,
-        made_with=_made_with(facts),
+        made_with=runs.made_with("bench", facts),
     )
-
-
-def _made_with(facts: dict) -> str:
-    command = shlex.join(["python", "-m", "flashtrain.bench", *facts["command"][1:]])
-    versions = [runs.versions(facts), *dict.fromkeys(found for peer in facts["peers"].values() for found in peer)]
-    return f"({', '.join(versions)}; `{command}`)"
 
 
 if __name__ == "__main__":

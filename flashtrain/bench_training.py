@@ -7,7 +7,6 @@ optimizer and the trainer as `train.py` takes them.
 
 import copy
 import functools
-import shlex
 import sys
 from dataclasses import asdict, dataclass, replace
 
@@ -236,8 +235,6 @@ def _settings(config: BenchTrainingConfig) -> dict[str, object]:
 
 def _conditions(configs: list[BenchTrainingConfig], device: Device, facts: dict) -> Conditions:
     first, *_ = configs
-    command = shlex.join(["python", "-m", "flashtrain.bench_training", *facts["command"][1:]])
-    versions = [runs.versions(facts), *dict.fromkeys(found for peer in facts["peers"].values() for found in peer)]
     return Conditions(
         model=first.model.name,
         device=facts["device"],
@@ -248,7 +245,7 @@ def _conditions(configs: list[BenchTrainingConfig], device: Device, facts: dict)
         steps=first.steps,
         rounds=first.rounds,
         relative_to=first.relative_to,
-        made_with=f"({', '.join(versions)}; `{command}`)",
+        made_with=runs.made_with("bench_training", facts),
     )
 
 

@@ -3,7 +3,6 @@
 `python -m flashtrain.explain [device=h200] [length=8192] [head_dim=64] [mask=causal]`
 """
 
-import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -215,9 +214,7 @@ def run(config: ExplainConfig) -> None:
             "provenance": facts,
         },
     )
-    command = shlex.join(["python", "-m", "flashtrain.explain", *facts["command"][1:]])
-    made_with = f"({runs.versions(facts)}; `{command}`)"
-    runs.write_whole(folder / "explain.md", markdown(all_sheets, text, made_with))
+    runs.write_whole(folder / "explain.md", markdown(all_sheets, text, runs.made_with("explain", facts)))
     save_plot(cases, by_hardware, setting, folder / "explain.png")
     for path in sorted(folder.iterdir()):
         console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -207,6 +208,13 @@ def versions(facts: dict[str, object]) -> str:
     if commit := facts["commit"]:
         named["commit"] = commit[:7] + "+" * commit.endswith("+")
     return ", ".join(f"{name} {value}" for name, value in named.items() if value)
+
+
+def made_with(module: str, facts: dict) -> str:
+    """What figures were made with, in words, from `provenance`: versions, those of peers too, commit and command."""
+    command = shlex.join(["python", "-m", f"flashtrain.{module}", *facts["command"][1:]])
+    peers = dict.fromkeys(found for peer in facts.get("peers", {}).values() for found in peer)
+    return f"({', '.join([versions(facts), *peers])}; `{command}`)"
 
 
 def write_json(path: Path, values: dict[str, object]) -> None:
