@@ -138,7 +138,7 @@ class TrainerSteps:
         self.predicted_bytes = fit.predicted_peak(config, self._made, self._shape).total
 
     def take_round(self) -> float:
-        """Raises KeyboardInterrupt where a signal has ended the fit."""
+        """Raises KeyboardInterrupt where a signal has asked for the end."""
         config, steps = self._config, self._config.train.steps
         timed = TimedSteps(config.warmup, config.steps, self._made.device.type)
         trainer = build_trainer(
@@ -157,7 +157,7 @@ class TrainerSteps:
         )
         module = fit.training_module(config, self._made, self._shape, fault_folder=None)
         trainer.fit(module, fit.data_module(config, self._corpus, self._shape))
-        if trainer.global_step < steps:
+        if module.stop_requested:  # in the last step, too
             raise KeyboardInterrupt
         return timed.seconds / config.steps
 

@@ -266,7 +266,8 @@ def test_one_step_without_warming_up_is_one_reading(bench, tmp_path):
     assert "A round times 1 step, with none before to warm up" in text and "- one reading of each\n" in text
 
 
-def test_a_signal_ends_it_after_the_step_under_way(monkeypatch, tmp_path):
+@pytest.mark.parametrize("steps", [[], ["warmup=0", "steps=1"]], ids=["the first", "the only"])
+def test_a_signal_ends_it_after_the_step_under_way(monkeypatch, tmp_path, steps):
     from flashtrain.training.module import TrainingModule
 
     original = TrainingModule.training_step
@@ -277,7 +278,7 @@ def test_a_signal_ends_it_after_the_step_under_way(monkeypatch, tmp_path):
         return original(self, batch, batch_idx)
 
     monkeypatch.setattr(TrainingModule, "training_step", step)
-    assert mistake("output=measured") == "interrupted"
+    assert mistake("output=measured", *steps) == "interrupted"
     found = json.loads((tmp_path / "measured" / "bench_training.json").read_text())
     assert [row["length"] for row in found["measurements"]] == [32, 32]
 
