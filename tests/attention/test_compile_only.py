@@ -107,7 +107,7 @@ SPILLS_ON_SM_90 = {
     ("head dim 256", DKDV): 164,
 }
 # The more of what triton 3.7.1 and 3.6.0 make of it: few bytes, at the speeds in NOTES.md. The backward at head
-# dimension 64 with softcap, which has 64 tanh a thread to keep, was not measured.
+# dimension 64 with softcap has 64 tanh a thread to keep; "auto" leaves those calls to flash_v2.
 FLASH_HOPPER_SPILLS = {
     "flash_hopper_backward causal 64": 52,
     "flash_hopper_backward causal 64 fp16": 52,
