@@ -210,6 +210,8 @@ def test_what_is_deterministic():
         pytest.param(replace(H200, intervals=DOCUMENTS), "flash_hopper", id="hopper-documents"),
         pytest.param(replace(H200, softcap=30.0), "flash_hopper", id="hopper-softcap"),
         pytest.param(replace(H200, softcap=30.0, head_dim=64, v_head_dim=64), "flash_v2", id="hopper-softcap-64"),
+        pytest.param(replace(H200, softcap=30.0, needs_grad=False), "flash_v2", id="hopper-softcap-forward"),
+        pytest.param(replace(H200, softcap=30.0, deterministic=True), "flash_v2", id="hopper-softcap-deterministic"),
         pytest.param(replace(H200, head_dim=256, v_head_dim=256), "flash_v2", id="hopper-wide-heads"),
         pytest.param(replace(H200, triton=305), "sdpa_cudnn", id="hopper-old-triton"),
         pytest.param(BLACKWELL, "sdpa_cudnn", id="blackwell-bf16"),
