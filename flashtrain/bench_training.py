@@ -156,9 +156,11 @@ class TrainerSteps:
             console=Console(quiet=True),
         )
         module = fit.training_module(config, self._made, self._shape, fault_folder=None)
-        trainer.fit(module, fit.data_module(config, self._corpus, self._shape))
-        if module.stop_requested:  # in the last step, too
-            raise KeyboardInterrupt
+        try:
+            trainer.fit(module, fit.data_module(config, self._corpus, self._shape))
+        finally:
+            if module.stop_requested:  # in the last step, too, or in one that fails
+                raise KeyboardInterrupt
         return timed.seconds / config.steps
 
 
