@@ -59,9 +59,13 @@ def test_every_choice_of_every_group_composes(settings):
     choices = [f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml")]
     assert len(choices) > 20
     for choice in choices:
-        needed = {"data=text": "data.path=books"}
-        needed |= {f"experiment={name}": "train.init_from=null" for name in ("extend", "extend_theta")}  # or a run
-        settings(choice, *([needed[choice]] if choice in needed else []))
+        alone = "train.init_from=null"  # or a run
+        needed = {
+            "data=text": ["data.path=books"],
+            "experiment=extend": [alone, "model.rope.original_length=2048"],
+            "experiment=extend_theta": [alone],
+        }
+        settings(choice, *needed.get(choice, []))
 
 
 GROUPS = ["model", "attention", "data", "optimizer", "schedule", "trainer", "train", "eval", "generate", "logger"]
