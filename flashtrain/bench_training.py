@@ -38,9 +38,12 @@ from flashtrain.training.meter import SpeedMeter
 from flashtrain.training.timed import TimedSteps
 from flashtrain.training.trainer import build_trainer
 
-TAKEN = ("model", "data", "optimizer", "schedule", "trainer", "seed", "output")
+TAKEN = ("model", "optimizer", "schedule", "trainer", "seed", "output")
 """What of the settings of a run a step depends on, and where the result goes."""
-TAKEN_OF_OTHERS = ("train.sequence_length", "train.tokens_per_step", "attention.deterministic")
+TAKEN_OF_OTHERS = (
+    *("train.sequence_length", "train.tokens_per_step", "attention.deterministic", "data.tokenizer"),
+    "data.isolate_documents",  # is refused in words of its own, wherever it comes from
+)
 """Of other groups these alone."""
 
 PRODUCT = {"warmup": 3, "rounds": 9}

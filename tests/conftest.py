@@ -3,6 +3,8 @@
 import gc
 import importlib.util
 import os
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -33,3 +35,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Leave what was imported out of garbage collections, which would look through it for half a second each."""
     gc.freeze()
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """module("name", function=..., ...) makes a module of these functions importable."""
+
+    def add(name, **functions):
+        module = ModuleType(name)
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    return add

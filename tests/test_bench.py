@@ -3,10 +3,8 @@
 import itertools
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import matplotlib.image
 import pytest
@@ -33,18 +31,6 @@ def bench(tmp_path, capsys):
         return capsys.readouterr().out, json.loads((tmp_path / "measured" / "bench.json").read_text())
 
     return run
-
-
-@pytest.fixture
-def module(monkeypatch):
-    """module("name", function=..., ...) makes a module of these functions importable."""
-
-    def add(name, **functions):
-        module = ModuleType(name)
-        vars(module).update(functions)
-        monkeypatch.setitem(sys.modules, name, module)
-
-    return add
 
 
 def right(q, k, v, causal):

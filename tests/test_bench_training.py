@@ -7,7 +7,6 @@ import signal
 import sys
 import weakref
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
@@ -34,18 +33,6 @@ def bench(tmp_path, capsys):
         return shown, json.loads((tmp_path / "measured" / "bench_training.json").read_text())
 
     return run
-
-
-@pytest.fixture
-def module(monkeypatch):
-    """module("name", function=..., ...) makes a module of these functions importable."""
-
-    def add(name, **functions):
-        module = ModuleType(name)
-        vars(module).update(functions)
-        monkeypatch.setitem(sys.modules, name, module)
-
-    return add
 
 
 def mistake(*overrides):
@@ -313,6 +300,8 @@ def test_without_lengths_it_is_that_of_the_settings(tmp_path):
         ("model.vocab_size=100", "model.vocab_size is 100 and tokenizer bytes has 257 tokens"),
         ("attention=flash_v2", "attention is not for this command, whose own settings are lengths, variants, peers,"),
         ("train.steps=3", "train.steps is not for this command, whose own settings are lengths, variants,"),
+        ("data.cache_dir=corpora", "data.cache_dir is not for this command, whose own settings are lengths,"),
+        ("data=recall", "data is not for this command, whose own settings are lengths,"),
         ("resume=runs/first", "resume is not for this command, whose own settings are lengths,"),
         ("trainer.devices=2", "trainer.devices is 2 and one is measured; leave it out"),
         ("trainer.profile_steps=[1,2]", "trainer.profile_steps is for a run and its logs; leave it out"),
