@@ -119,6 +119,8 @@ def _of_length(composed: DictConfig, length: int) -> DictConfig:
     settings.train.tokens_per_step = max(composed.train.tokens_per_step, length)
     settings.train.steps = settings.train.log_every = composed.warmup + composed.steps
     settings.train.init_from = None
+    rope = OmegaConf.to_object(composed.model.rope)  # what the length before scaling is costs nothing, so any will do
+    settings.model.rope = rope.in_place_of(rope, composed.train.sequence_length)
     settings.eval.lengths, settings.eval.targets_per_anchor = None, 1  # what goes with any length
     return settings
 

@@ -278,6 +278,15 @@ def test_without_lengths_it_is_that_of_the_settings(tmp_path):
     assert found["lengths"] == [32] and found["settings"]["model"]["name"] == "gpt2"
 
 
+@pytest.mark.parametrize("name", ["extend", "extend_theta"])
+def test_an_extension_is_measured_without_the_run_that_it_starts_from(bench, name):
+    _, found = bench(f"experiment={name}", "lengths=[32]")
+    assert rows_of(found, "sdpa_math")[0]["tokens_per_second"]
+    rope = found["settings"]["model"]["rope"]
+    assert (rope["type"], rope["original_length"]) == (("yarn", 16_384) if name == "extend" else ("default", None))
+    assert found["settings"]["model"]["positions"] == "rope"
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
