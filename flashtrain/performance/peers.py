@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import packages_distributions, version
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -37,9 +40,19 @@ def named_function(name: str, example: str) -> Callable[..., Any]:
 
 
 def versions_of(name: str) -> list[str]:
-    """The installed distributions that the module of a peer may be of."""
-    package, _, _ = name.partition(":")[0].partition(".")
-    return [f"{found} {version(found)}" for found in sorted(set(packages_distributions().get(package, [])))]
+    """The installed distributions that the module of a peer may be of, or where it is of none its own file, in words;
+    empty where it has neither."""
+    module_name, _, _ = name.partition(":")
+    package, _, _ = module_name.partition(".")
+    if found := packages_distributions().get(package):
+        return [f"{distribution} {version(distribution)}" for distribution in sorted(set(found))]
+    file = getattr(importlib.import_module(module_name), "__file__", None)
+    return [_contents(Path(file))] if file and Path(file).is_file() else []
+
+
+def _contents(file: Path) -> str:
+    """Its name and the first 12 digits of what `sha256sum` prints of it."""
+    return f"{file.name} sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
 
 
 @contextlib.contextmanager
@@ -104,9 +117,26 @@ class TrainingPeer:
         with _exits_as_errors():
             result = self.function(sequence_length, tokens)
         match result:
-            case (step, int(taken)) if callable(step) and taken > 0:
-                return _step_of(step), taken
-        raise TypeError("returned no (step, tokens)")
+            case (step, taken) if callable(step):
+                return _step_of(step), _count(taken)
+        is_sequence = isinstance(result, tuple | list)
+        what = f"({', '.join(type(part).__name__ for part in result)})" if is_sequence else type(result).__name__
+        raise TypeError(
+            f"returned {what}, not (step, tokens); return a function that takes one step, and how many tokens that has"
+        )
+
+
+def _count(tokens: object) -> int:
+    """An integer of any type but bool. Raises TypeError for what is none, or not above 0."""
+    try:
+        count = 0 if isinstance(tokens, bool) else operator.index(tokens)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise TypeError(
+            f"returned {tokens!r} as the tokens of a step; return an integer above 0, the rows times their length"
+        )
+    return count
 
 
 def _step_of(step: Callable[[], object]) -> Callable[[], None]:

@@ -1,6 +1,7 @@
 import sys
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,6 +117,16 @@ def test_the_versions_are_of_the_distributions_that_hold_the_module():
     assert versions_of("other.attention:attend") == []
 
 
+def test_the_version_of_a_plain_file_is_what_is_in_it(tmp_path, monkeypatch):
+    (tmp_path / "plain_attention.py").write_bytes(b"abc = print\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for peer in (Peer, TrainingPeer):
+        assert peer.named("plain_attention:abc").function is print
+    assert versions_of("plain_attention:abc") == ["plain_attention.py sha256 f9160c5eaa48"]
+    (tmp_path / "plain_attention.py").unlink()
+    assert versions_of("plain_attention:abc") == []
+
+
 def test_a_peer_of_training_is_asked_for_a_length_and_tokens(module):
     taken = []
     module.gpt = lambda sequence_length, tokens: (lambda: taken.append((sequence_length, tokens)), tokens - 1)
@@ -124,10 +135,38 @@ def test_a_peer_of_training_is_asked_for_a_length_and_tokens(module):
     assert tokens == 255 and taken == [(64, 256)]
 
 
-@pytest.mark.parametrize("result", [None, print, (print,), (print, 0), (print, 2.5), (3, 4), (print, 4, 5)])
-def test_what_is_no_step_with_its_tokens_is_refused(result):
-    with pytest.raises(TypeError, match=r"returned no \(step, tokens\)"):
+@pytest.mark.parametrize("tokens", [128, np.int64(128), np.uint8(128), torch.tensor(128)], ids=repr)
+def test_the_tokens_of_a_step_may_be_any_integer(tokens):
+    _, taken = TrainingPeer("other.attention:gpt", lambda *_: (print, tokens)).build(64, 256)
+    assert type(taken) is int and taken == 128
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 2.0, True, np.True_, np.float32(2), "256", None], ids=repr)
+def test_other_tokens_are_refused_in_one_sentence(tokens):
+    with pytest.raises(TypeError) as refusal:
+        TrainingPeer("other.attention:gpt", lambda *_: (print, tokens)).build(64, 256)
+    assert str(refusal.value) == (
+        f"returned {tokens!r} as the tokens of a step; return an integer above 0, the rows times their length"
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "what"),
+    [
+        (None, "NoneType"),
+        (print, "builtin_function_or_method"),
+        ((print,), "(builtin_function_or_method)"),
+        ((3, 4), "(int, int)"),
+        ([print, 4, 5], "(builtin_function_or_method, int, int)"),
+    ],
+    ids=str,
+)
+def test_what_is_no_step_with_its_tokens_is_refused_in_one_sentence(result, what):
+    with pytest.raises(TypeError) as refusal:
         TrainingPeer("other.attention:gpt", lambda length, tokens: result).build(64, 256)
+    assert str(refusal.value) == (
+        f"returned {what}, not (step, tokens); return a function that takes one step, and how many tokens that has"
+    )
 
 
 def test_a_peer_of_training_that_exits_raises():
