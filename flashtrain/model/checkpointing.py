@@ -33,8 +33,8 @@ ATTENTION_OPERATORS = frozenset(
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         higher_order.flex_attention,
-        # standard and sdpa_math have none of their own. Of what they call, and nothing else does, S is kept with P: in
-        # long rows that is more than without checkpointing, and full is the mode for them.
+        # standard and sdpa_math have none of their own. Of what they call, and nothing else does, S is kept with P,
+        # unless compiled: in long rows that is more than without checkpointing, and full is the mode for them.
         aten.baddbmm.default,
         aten.bmm.default,
         aten._softmax.default,

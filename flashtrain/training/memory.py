@@ -2,7 +2,8 @@
 
 A step is fullest in the head, in the backward of the last block or of the first, or in the optimizer: between those
 two blocks memory changes evenly. Left out are tables of positions and of masks, what `standard` keeps for a mask or a
-softcap, what kernels use inside, fragmentation, and the CUDA context.
+softcap, the zeros that `sdpa_math` keeps once, compiled and with full, what kernels use inside, fragmentation, and the
+CUDA context.
 """
 
 from collections.abc import Iterable
@@ -113,7 +114,8 @@ def weight_copies(model: GPT, batch: MicroBatch) -> int:
 
 
 def block_activations(model: GPT, batch: MicroBatch) -> tuple[int, int]:
-    """Return the bytes that a block keeps from its forward to its backward, and those it then computes again."""
+    """Return the bytes that a block keeps from its forward to its backward, and how many more it has once it has
+    computed the rest again: fewer where scores were kept that no backward reads."""
     options, norm_kept = model.options, _norm_kept(model, batch)
     queries, keys = (heads * options.head_dim for heads in (options.num_heads, options.num_kv_heads))
     stream = batch.tokens * options.hidden_size * batch.dtype.itemsize
@@ -131,7 +133,9 @@ def block_activations(model: GPT, batch: MicroBatch) -> tuple[int, int]:
     mlp = batch.tokens * _mlp_width(model, batch) * batch.dtype.itemsize
     everything = norms + heads + output_and_lse + scores + mlp
     products = batch.tokens * (queries + 2 * keys + _mlp_inputs(model)) * batch.dtype.itemsize
-    at_attention = stream + output_and_lse + 2 * scores  # before and after the softmax
+    at_attention = stream + output_and_lse + scores
+    if not batch.compiled:  # scores before the softmax, too, until they have been computed with again
+        at_attention += scores
     kept = {
         "none": everything,
         "pointwise": at_attention + products,
