@@ -84,13 +84,19 @@ def test_programs_take_every_tile_once_with_its_blocks(counted, on_python_ints, 
     mask = (q_len, kv_len, kv_len, 0, (bounds,) if counted else None)
     monkeypatch.setattr(geometry, "_load", lambda rows, i, b, length: rows[:, i].tolist())
     table = schedule.table(causal, q_len, kv_len, batch * heads, 4, BLOCK_M, BLOCK_N, num_programs, torch.device("cpu"))
-    counter, program = itertools.count(), None
+    counts, program = [0], None
+
+    def atomic_add(address, value, sem):
+        counts[0] += value
+        return counts[0] - value
+
     device = SimpleNamespace(
         cdiv=triton.cdiv,
         program_id=lambda axis: program,
         num_programs=lambda axis: num_programs,
         load=lambda address, mask=True, other=None: table[address].item() if mask else other,
-        atomic_add=lambda address, value, sem: next(counter),
+        atomic_add=atomic_add,
+        store=lambda address, value: counts.__setitem__(0, value),
     )
     monkeypatch.setattr(schedule, "gl", device)
     found, going_on, n = [], list(range(num_programs)), 0
@@ -101,6 +107,7 @@ def test_programs_take_every_tile_once_with_its_blocks(counted, on_python_ints, 
             assert exists or n > 0
             going_on = going_on if exists else [other for other in going_on if other != program]
         n += 1
+    assert counts == [0]
     assert sorted(tile[:3] for tile in found) == [
         [b, h, first] for b in range(batch) for h in range(heads) for first in range(0, q_len, BLOCK_M)
     ]

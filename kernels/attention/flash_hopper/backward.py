@@ -6,8 +6,7 @@ are operands of dV and dK in the registers where they were made; S starts at -LS
 subtractions. dQ alone needs dS in shared memory, and that of the other warpgroup too. It is made a block later, when
 both were stored long ago: so neither waits for the other, and they drift apart until one takes exponentials while the
 other multiplies. dS stays in units of P * dP, which fp16 holds; the softmax scale is applied in fp32 at the end. dK and
-dV have the same bits every run. What a tile gives to dQ the copy engine adds up in global memory, in fp32 and in no
-fixed order.
+dV have the same bits every run. What a tile gives to dQ is added up in global memory, in fp32 and in no fixed order.
 Source: FlashAttention-3 (arXiv:2407.08608) and its backward; ThunderKittens (arXiv:2410.20399) for where S starts.
 """
 
@@ -27,6 +26,7 @@ from ..intervals import Intervals
 from ..softcap import cap_gradient, cap_scores, score_units
 from ..views import VARYING, addressable
 from . import query_rows
+from .accumulators import add_piece
 from .launch import BACKWARD, ROWS, columns_of, numbers_view, view
 from .masks import inside_or
 from .pipeline import (
@@ -41,10 +41,9 @@ from .pipeline import (
     release,
     resident,
     take_turn,
-    tiles_of,
     wait_for,
 )
-from .products import add_to_global, as_operand, half_of, rows_of, zeros
+from .products import as_operand, half_of, rows_of, zeros
 from .schedule import block_at, key_tile, seen_by
 
 # Warpgroups that compute.
@@ -103,18 +102,14 @@ def _dq_of(n, k_ring, ds_buffers, CONSUMER: gl.constexpr, BY_ROWS: gl.constexpr)
 
 
 @gluon.jit
-def _add_dq(dq_MD, dq_buffers, dq_sum, b, h, i, CONSUMER: gl.constexpr, BY_ROWS: gl.constexpr):
-    """Has the copy engine add this warpgroup's half of dQ to the queries from i on."""
-    tma.store_wait(0)
-    dq_buffers.index(CONSUMER).reshape([ROWS, ROWS]).store(dq_MD)
-    fence_async_shared()
-    place = [b, h, i + CONSUMER * ROWS, 0] if BY_ROWS else [b, h, i, CONSUMER * ROWS]
-    add_to_global(dq_sum, place, dq_buffers.index(CONSUMER))
+def _add_dq(dq_MD, dq_sum, place, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Adds this warpgroup's half of a block's dQ to the sum of the rows from `place` on."""
+    add_piece(dq_sum, place // BLOCK_M * CONSUMERS + CONSUMER, dq_MD)
 
 
 @gluon.jit
 def _add_queries(
-    state, problem, rings, numbers, staging, dq_sum, b, h, blocks, lo_N, hi_N,
+    state, problem, rings, numbers, ds_buffers, dq_sum, head_place, blocks, lo_N, hi_N,
     MASKED: gl.constexpr, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """Adds to dK and dV what a head's query blocks give, those that need a mask, or the free, and to dQ what the block
@@ -122,8 +117,7 @@ def _add_queries(
     num_kv_heads, group_size, mask, padded_len, scale, scale_log2e, cap = problem
     k_ring, v_ring, q_ring, dout_ring = rings
     s_starts, dp_starts = numbers
-    ds_buffers, dq_buffers = staging
-    dk_ND, dv_ND, h_before, i_before, count = state
+    dk_ND, dv_ND, place_before, count = state
     dtype: gl.constexpr = ds_buffers.dtype
     BY_ROWS: gl.constexpr = BLOCK_M == CONSUMERS * ROWS
     QUERIES: gl.constexpr = gl.SliceLayout(0, zeros(BLOCK_M).type.layout)
@@ -163,17 +157,17 @@ def _add_queries(
         dq_MD = warpgroup_mma_wait(1, (dq_MD,))
         give_turn(_turn(count + 1), CONSUMER, CONSUMERS)
         if count > 0:
-            _add_dq(dq_MD, dq_buffers, dq_sum, b, h_before, i_before, CONSUMER, BY_ROWS)
+            _add_dq(dq_MD, dq_sum, place_before, CONSUMER, BLOCK_M)
         dk_ND = warpgroup_mma_wait(0, (dk_ND, ds_operand))[0]
         release(q_ring, count, CONSUMERS)
-        h_before, i_before = h, i
+        place_before = head_place + i
         count += 1
-    return dk_ND, dv_ND, h_before, i_before, count
+    return dk_ND, dv_ND, place_before, count
 
 
 @gluon.jit
 def _compute(
-    problem, rings, numbers, staging, outputs,
+    problem, rings, numbers, ds_buffers, outputs,
     CONSUMER: gl.constexpr, ANY_MASKED: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dK and dV of its 64 keys, summed over the group in fp32, and what the tile gives to dQ."""
@@ -185,26 +179,26 @@ def _compute(
     first = tile_first + CONSUMER * ROWS
     lo_N, hi_N = seen_by(first + gl.arange(0, ROWS, KEYS), b, *mask)
     give_turn(_turn(0), CONSUMER, CONSUMERS)
-    state = (zeros(dk.block_shape[3]), zeros(dv.block_shape[3]), 0, 0, 0)
+    state = (zeros(dk.block_shape[3]), zeros(dv.block_shape[3]), 0, 0)
     k_ND, v_ND = wait_for(k_ring, 0, CONSUMER), wait_for(v_ring, 0, CONSUMER)
     for member in range(group_size):
-        h = h_kv * group_size + member
+        head_place = (b * num_kv_heads * group_size + h_kv * group_size + member) * padded_len
         if ANY_MASKED:
             state = _add_queries(
-                state, problem, rings, numbers, staging, dq_sum, b, h, blocks, lo_N, hi_N,
+                state, problem, rings, numbers, ds_buffers, dq_sum, head_place, blocks, lo_N, hi_N,
                 True, CONSUMER, BLOCK_M,
             )  # fmt: skip
         state = _add_queries(
-            state, problem, rings, numbers, staging, dq_sum, b, h, blocks, lo_N, hi_N,
+            state, problem, rings, numbers, ds_buffers, dq_sum, head_place, blocks, lo_N, hi_N,
             False, CONSUMER, BLOCK_M,
         )  # fmt: skip
 
-    dk_ND, dv_ND, h, i, count = state
+    dk_ND, dv_ND, place, count = state
     take_turn(_turn(count), CONSUMER)
     if count > 0:
         BY_ROWS: gl.constexpr = BLOCK_M == CONSUMERS * ROWS
-        dq_MD = _dq_of(count + 1, k_ring, staging[0], CONSUMER, BY_ROWS)
-        _add_dq(warpgroup_mma_wait(0, (dq_MD,)), staging[1], dq_sum, b, h, i, CONSUMER, BY_ROWS)
+        dq_MD = _dq_of(count + 1, k_ring, ds_buffers, CONSUMER, BY_ROWS)
+        _add_dq(warpgroup_mma_wait(0, (dq_MD,)), dq_sum, place, CONSUMER, BLOCK_M)
     # Until here the other warpgroup may read this one's keys for dQ.
     meet(BOTH_HERE, CONSUMERS)
     k_ND.store((dk_ND * scale).to(dk.dtype))
@@ -231,7 +225,6 @@ def _bwd_kernel(
     numbers = (numbers_of(s_start, SLOTS), numbers_of(dp_start, SLOTS))
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], k.dtype)
     ds_buffers = gl.allocate_shared_memory(k.dtype, [2 * CONSUMERS, ROWS, BLOCK_M], DS_LAYOUT)
-    staging = (ds_buffers, tiles_of(dq_sum, CONSUMERS))
     fence_async_shared()
     mask = (q_len, kv_len, left, right, bounds)
     problem = (num_kv_heads, group_size, mask, padded_len, scale, scale_log2e, cap)
@@ -239,8 +232,8 @@ def _bwd_kernel(
     outputs = (dk, dv, dq_sum)
     gl.warp_specialize(
         [
-            (_compute, (problem, rings, numbers, staging, outputs, 0, ANY_MASKED, BLOCK_M)),
-            (_compute, (problem, rings, numbers, staging, outputs, 1, ANY_MASKED, BLOCK_M)),
+            (_compute, (problem, rings, numbers, ds_buffers, outputs, 0, ANY_MASKED, BLOCK_M)),
+            (_compute, (problem, rings, numbers, ds_buffers, outputs, 1, ANY_MASKED, BLOCK_M)),
             (_load, (problem, rings, numbers, inputs, BLOCK_M)),
         ],
         [4, 1],
@@ -279,18 +272,18 @@ def _launch(
     keys = CONSUMERS.value * ROWS.value
     units = score_units(scale, softcap)
     s_start, dp_start, dq_sum = query_rows.start(
-        out, dout, lse, dlse.contiguous(), head_dim, launch.BLOCK_M, **units
+        out, dout, lse, dlse.contiguous(), columns, launch.BLOCK_M, **units
     )
     _bwd_kernel[(batch * num_kv_heads * triton.cdiv(kv_len, keys),)](
         view(k, ROWS.value, columns), view(v, ROWS.value),
         view(q, launch.BLOCK_M, columns), view(dout, launch.BLOCK_M),
         *(numbers_view(x, launch.BLOCK_M) for x in (s_start, dp_start)),
         view(dk, ROWS.value, columns), view(dv, ROWS.value),
-        view(dq_sum, ROWS.value, ROWS.value),
+        dq_sum,
         scale, **units, q_len=q_len, kv_len=kv_len, num_kv_heads=num_kv_heads,
         group_size=num_q_heads // num_kv_heads, padded_len=s_start.shape[-1],
         **mask_arguments(intervals, q_len, kv_len),
         ANY_MASKED=any_masked(intervals, q_len, kv_len, keys) or q_len % launch.BLOCK_M != 0,
         **vars(launch), num_warps=4,
     )  # fmt: skip
-    query_rows.finish(dq_sum, dq, scale)
+    query_rows.finish(dq_sum, dq, columns, scale)

@@ -45,7 +45,7 @@ from .pipeline import (
     wait_for,
 )
 from .products import as_operand, rounded, zeros
-from .schedule import block_at, query_tile, section, table, visits
+from .schedule import block_at, counter, query_tile, section, table, visits
 
 # Slots of Q's ring.
 Q_SLOTS: gl.constexpr = gl.constexpr(2)
@@ -352,7 +352,7 @@ def forward(
         intervals if intervals.bounds is None else None, batch, q_len, kv_len, num_q_heads, num_kv_heads, head_dim,
         v_head_dim, q.element_size(), q.device,
     )  # fmt: skip
-    order = q.new_zeros(1, dtype=torch.int32) if plan.tiles is None else plan.tiles
+    order = counter(q.device) if plan.tiles is None else plan.tiles
     _fwd_kernel[(plan.num_programs,)](
         view(q, ROWS.value), view(k, plan.launch.BLOCK_N), view(v, plan.launch.BLOCK_N), view(out, ROWS.value),
         lse, order, **score_units(scale, softcap),

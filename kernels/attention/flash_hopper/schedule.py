@@ -7,6 +7,7 @@ knows, since the mask comes as bounds, a program takes the next tile from a coun
 Source: Graham 1969 (longest processing time first); FlashAttention-3 (arXiv:2407.08608) for the sections.
 """
 
+import functools
 import heapq
 
 import torch
@@ -14,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.runtime import driver
 
 from ..geometry import block_of_step, block_ranges, key_bounds, query_bounds
 from ..intervals import Intervals
@@ -86,6 +88,19 @@ def table(
     return torch.tensor(lists, dtype=torch.int32, device=device)
 
 
+def counter(device: torch.device) -> Tensor:
+    """An int32 0, at which a launch on the current stream leaves it: one a stream, or one a launch in a captured graph,
+    which may be replayed on any stream."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    return _counter_of_stream(device, driver.active.get_current_stream(device.index))
+
+
+@functools.cache
+def _counter_of_stream(device: torch.device, stream: int) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
 @gluon.jit
 def query_tile(
     order_ptr, n, num_heads, mask, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, FIRST: gl.constexpr = False
@@ -93,7 +108,8 @@ def query_tile(
     """The program's n-th tile: whether there is one, its batch row, head and first query, and the blocks it visits.
 
     Every program has a first tile, n = 0, and says so by FIRST. order_ptr is the table or, where the mask comes as
-    bounds, a counter from 0; num_heads are those of all batch rows and of one; mask is what key_bounds takes.
+    bounds, a counter, 0 before the launch and behind it; num_heads are those of all batch rows and of one; mask is what
+    key_bounds takes.
     """
     all_heads, num_q_heads = num_heads
     q_len = mask[0]
@@ -104,11 +120,16 @@ def query_tile(
         number = gl.load(order_ptr + gl.num_programs(0) + 1 + place, mask=exists, other=0)
     else:
         # The last first, as costlier where the mask hides the future.
+        all_tiles = all_heads * num_tiles
         taken = gl.program_id(0)
         if not FIRST:
-            taken = gl.num_programs(0) + gl.atomic_add(order_ptr, 1, sem="relaxed")
-        exists = taken < all_heads * num_tiles
-        number = tl.maximum(all_heads * num_tiles - 1 - taken, 0)
+            counted = gl.atomic_add(order_ptr, 1, sem="relaxed")
+            taken = gl.num_programs(0) + counted
+            # Every program counts once in vain, so that there are as many counts as tiles.
+            if counted == all_tiles - 1:
+                gl.store(order_ptr, 0)
+        exists = taken < all_tiles
+        number = tl.maximum(all_tiles - 1 - taken, 0)
     batch_head, first = number // num_tiles, number % num_tiles * BLOCK_M
     b, h = batch_head // num_q_heads, batch_head % num_q_heads
     last = tl.minimum(first + BLOCK_M, q_len) - 1
