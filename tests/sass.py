@@ -18,6 +18,8 @@ WITHOUT_RESULT = (
 )
 # A register of which one bit is cleared, to keep a predicate there: what its others hold is then of no interest.
 KEEPS_A_PREDICATE = re.compile(r"LOP3\.LUT R(\d+), R\1, 0x(?=[0-9a-f]{8},)f*[7bde]f*, RZ, 0xc0, !PT")
+# A register whose lower half is set: its upper half is kept, and of interest only where that is set too.
+KEEPS_A_HALF = re.compile(r"PRMT R(\d+), (\S+), 0x7610, R\1$")
 UNIFORM = 256
 """The number of UR0; R0 is number 0."""
 
@@ -74,6 +76,8 @@ def _reads_and_sets(text: str) -> tuple[int, int]:
         return _of_product(operation, operands)
     if kept := KEEPS_A_PREDICATE.search(text):
         return 0, _bits("R", kept.group(1), 1)
+    if KEEPS_A_HALF.search(text):
+        operands.pop()
     result = _place_of_result(operation, operands)
     reads = sets = 0
     for place, operand in enumerate(operands):

@@ -27,7 +27,7 @@ def add_piece(sums_ptr, piece, x):
     thread = gl.arange(0, 128, OF_THREADS)[None, :, None]
     number = gl.arange(0, 4, OF_NUMBERS)[None, None, :]
     piece_ptr = sums_ptr + gl.cast(piece, gl.int64) * SIDE * SIDE
-    gl.atomic_add(piece_ptr + ((columns * 128 + thread) * 4 + number), by_register, sem="relaxed")
+    gl.atomic_add(piece_ptr + (thread * 4 + number) + columns * 512, by_register, sem="relaxed")
 
 
 @triton.jit

@@ -47,9 +47,6 @@ from .pipeline import (
 from .products import as_operand, rounded, zeros
 from .schedule import block_at, counter, query_tile, section, table, visits
 
-# Slots of Q's ring.
-Q_SLOTS: gl.constexpr = gl.constexpr(2)
-
 # Named barriers: a turn for each warpgroup that computes, at most 3, then those of the rings.
 FIRST_TURN: gl.constexpr = FIRST_BARRIER
 FIRST_RING: gl.constexpr = gl.constexpr(FIRST_BARRIER.value + 3)
@@ -270,11 +267,11 @@ def _fwd_kernel(
     REGISTERS: gl.constexpr, ANY_MASKED: gl.constexpr,
 ):  # fmt: skip
     """Writes out and lse. Grid (programs,), which share the tiles in the order of the table or the counter."""
-    q_ring = make_ring(q, Q_SLOTS, CONSUMERS, CONSUMERS, None)
+    q_ring = make_ring(q, 2, CONSUMERS, CONSUMERS, None)
     k_ring = make_ring(k, SLOTS, 1, CONSUMERS, FIRST_RING if NAMED else None)
     v_ring = make_ring(v, SLOTS, 1, CONSUMERS, FIRST_RING + SLOTS if NAMED else None)
     rings = (q_ring, k_ring, v_ring)
-    messages = room_for_messages(Q_SLOTS)
+    messages = room_for_messages(q_ring)
     out_buffers = tiles_of(out, CONSUMERS)
     fence_async_shared()
     mask = (q_len, kv_len, left, right, bounds)

@@ -7,16 +7,11 @@ instruction, if each is tested where it is used, and the selection alone is left
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# How the tensor cores share a row out: four threads in turn have two neighbours each of eight columns.
-THREADS: gl.constexpr = gl.constexpr(4)
-NEIGHBOURS: gl.constexpr = gl.constexpr(2)
-TURN: gl.constexpr = gl.constexpr(THREADS.value * NEIGHBOURS.value)
-
 
 @gluon.jit
 def by_thread(x):
-    """(rows, columns / 8, 4, 2): which of the four threads of a row holds what, in pairs."""
-    return x.reshape([x.shape[0], x.shape[1] // TURN, THREADS, NEIGHBOURS])
+    """(rows, turns, threads, neighbours): how the tensor cores share a row out, to four threads in turn two columns."""
+    return x.reshape([x.shape[0], x.shape[1] // 8, 4, 2])
 
 
 @gluon.jit
@@ -25,18 +20,18 @@ def inside_or(x, lo, hi, hidden: gl.constexpr):
 
     At most 128 columns, of which a thread has as many numbers as a word has bits; lo <= hi, else too much is shown.
     """
-    COLUMNS: gl.constexpr = x.shape[1]
     by_thread_x = by_thread(x)
+    SHAPE: gl.constexpr = by_thread_x.shape
     LAYOUT: gl.constexpr = by_thread_x.type.layout
     OF_THREADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
     OF_NUMBERS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))
-    first, last = _numbers_below(lo, COLUMNS, OF_THREADS), _numbers_below(hi, COLUMNS, OF_THREADS)
+    first, last = _numbers_below(lo, SHAPE, OF_THREADS), _numbers_below(hi, SHAPE, OF_THREADS)
     bits = gl.inline_asm_elementwise(
         "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", [first, last - first], dtype=gl.int32, is_pure=True, pack=1
     )
-    turn = gl.arange(0, COLUMNS // TURN, gl.SliceLayout(1, OF_NUMBERS))
-    neighbour = gl.arange(0, NEIGHBOURS, gl.SliceLayout(0, OF_NUMBERS))
-    number = turn[:, None] * NEIGHBOURS + neighbour[None, :]
+    turn = gl.arange(0, SHAPE[1], gl.SliceLayout(1, OF_NUMBERS))
+    neighbour = gl.arange(0, SHAPE[3], gl.SliceLayout(0, OF_NUMBERS))
+    number = turn[:, None] * SHAPE[3] + neighbour[None, :]
     selected = gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, $4, p; }",
         "=f,f,r,r,f",
@@ -49,9 +44,12 @@ def inside_or(x, lo, hi, hidden: gl.constexpr):
 
 
 @gluon.jit
-def _numbers_below(bound, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """(rows, 4): how many of a thread's numbers, in order of columns, lie in columns below the bound of each row."""
+def _numbers_below(bound, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """(rows, threads): how many of a thread's numbers, in order of columns, lie in columns below each row's bound."""
+    THREADS: gl.constexpr = SHAPE[2]
+    NEIGHBOURS: gl.constexpr = SHAPE[3]
+    TURN: gl.constexpr = THREADS * NEIGHBOURS
     thread = gl.arange(0, THREADS, gl.SliceLayout(0, LAYOUT))
     left = gl.convert_layout(bound, gl.SliceLayout(1, LAYOUT))[:, None] - thread[None, :] * NEIGHBOURS
-    left = gl.minimum(gl.maximum(left, 0), COLUMNS)
+    left = gl.minimum(gl.maximum(left, 0), SHAPE[1] * TURN)
     return left // TURN * NEIGHBOURS + gl.minimum(left % TURN, NEIGHBOURS)

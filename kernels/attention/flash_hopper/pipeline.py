@@ -15,8 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 FIRST_BARRIER: gl.constexpr = gl.constexpr(5)
 # Threads.
 WARPGROUP: gl.constexpr = gl.constexpr(128)
-# Numbers that a message has room for.
-MESSAGE: gl.constexpr = gl.constexpr(8)
 
 
 @gluon.jit
@@ -34,13 +32,14 @@ def numbers_of(desc, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def room_for_messages(SLOTS: gl.constexpr):
-    """Shared memory for messages of integers beside the uses of a ring of so many slots.
+def room_for_messages(ring):
+    """Shared memory for messages of at most eight integers beside the uses of a ring.
 
-    Twice as many, so that the one of use n stays until use n + SLOTS is released, after use n + 1 is over.
+    Twice its slots, so that the one of use n stays until use n + slots is released, after use n + 1 is over.
     """
+    buffers, landed, free = ring
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return gl.allocate_shared_memory(gl.int32, [2 * SLOTS, MESSAGE], LAYOUT)
+    return gl.allocate_shared_memory(gl.int32, [2 * landed.shape[0], 8], LAYOUT)
 
 
 @gluon.jit
@@ -90,9 +89,10 @@ def fetch_with_message(ring, messages, n, message, desc, b, h, row, needed, CONS
     """Writes `message`, a tuple of integers, beside use n, and fetches the tile too where it is needed."""
     buffers, landed, free = ring
     slot = acquire(ring, n, CONSUMERS)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([MESSAGE], [32], [1], [0])
-    place = gl.arange(0, MESSAGE, LAYOUT)
-    numbers = gl.zeros([MESSAGE], gl.int32, LAYOUT)
+    SIZE: gl.constexpr = messages.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([SIZE], [32], [1], [0])
+    place = gl.arange(0, SIZE, LAYOUT)
+    numbers = gl.zeros([SIZE], gl.int32, LAYOUT)
     for i in gl.static_range(len(message)):
         numbers = gl.where(place == i, message[i], numbers)
     messages.index(n & (messages.shape[0] - 1)).store(numbers)
@@ -190,11 +190,12 @@ def numbers_at(ring, numbers, n, LAYOUT: gl.constexpr):
 @gluon.jit
 def message_at(messages, n):
     """A computing warpgroup, after it has waited for use n: the integers of its message, all that there is room for."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([MESSAGE], [32], [WARPGROUP // 32], [0])
-    place = gl.arange(0, MESSAGE, LAYOUT)
+    SIZE: gl.constexpr = messages.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([SIZE], [32], [WARPGROUP // 32], [0])
+    place = gl.arange(0, SIZE, LAYOUT)
     numbers = messages.index(n & (messages.shape[0] - 1)).load(LAYOUT)
     message = ()
-    for i in gl.static_range(MESSAGE):
+    for i in gl.static_range(SIZE):
         message = message + (gl.sum(gl.where(place == i, numbers, 0), 0),)
     return message
 

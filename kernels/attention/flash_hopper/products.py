@@ -2,8 +2,6 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .launch import ROWS
 
@@ -56,16 +54,3 @@ def half_of(buffer, HALF: gl.constexpr):
     COLUMNS: gl.constexpr = buffer.shape[-1] // 2
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], buffer.dtype)
     return buffer._reinterpret(buffer.dtype, [2, ROWS, COLUMNS], LAYOUT).index(HALF)
-
-
-if hasattr(tma, "async_atomic_add"):
-    add_to_global = tma.async_atomic_add
-else:  # Triton 3.6 and 3.7 have the operation, but no function for it.
-    from triton._C.libtriton import ir
-
-    @builtin
-    def add_to_global(tensor_desc, coord, src, _semantic=None):
-        """The copy engine adds a block to global memory, and has read it at tma.store_wait."""
-        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-        builder = _semantic.builder
-        builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
