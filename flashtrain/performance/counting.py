@@ -196,26 +196,23 @@ def interpreted_traffic() -> Iterator[Callable[[], tuple[Transfer, ...]]]:
 @dataclass
 class _Lanes:
     kernel: str = ""
-    ranges: list[tuple[int, int, str, int]] = field(default_factory=list)
-    """First byte, end, matrix, bytes of an element, of each tensor that the kernel was given."""
+    tensors: list[tuple[Tensor, str]] = field(default_factory=list)
+    """That the kernel was given, with the matrix that each is."""
     counts: Counter = field(default_factory=Counter)
 
     def enter(self, kernel: str, arguments: dict[str, object]) -> None:
         self.kernel = kernel
-        self.ranges = [
-            (x.data_ptr(), x.data_ptr() + _extent(x) * x.element_size(), name, x.element_size())
-            for argument, value in arguments.items()
-            for name in [_matrix_of(argument)]
-            for x in _tensors(value)
-        ]
+        self.tensors = [(x, _matrix_of(argument)) for argument, value in arguments.items() for x in _tensors(value)]
 
     def add(self, direction: str, addresses: np.ndarray, mask: np.ndarray) -> None:
         addresses, mask = np.broadcast_arrays(addresses, mask)
         used = addresses[mask]
         if used.size == 0:
             return
-        first, last = int(used.min()), int(used.max())
-        ((name, size),) = {(name, size) for start, end, name, size in self.ranges if start <= first and last < end}
+        ends = int(used.min()), int(used.max())
+        ((name, size),) = {
+            (name, x.element_size()) for x, name in self.tensors if all(_has_element_at(x, address) for address in ends)
+        }
         self.counts[self.kernel, name, direction, size] += used.size
 
     def take(self) -> tuple[Transfer, ...]:
@@ -240,9 +237,13 @@ def _tensors(value: object) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else []
 
 
-def _extent(x: Tensor) -> int:
-    """Elements from the first to the last, with what lies between."""
-    return 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+def _has_element_at(x: Tensor, address: int) -> bool:
+    """Whether an element of x, which may lie between others' in memory, begins there."""
+    rest, inside = divmod(address - x.data_ptr(), x.element_size())
+    for step, size in sorted(zip(x.stride(), x.shape, strict=True), reverse=True):
+        index = min(max(rest // step, 0), size - 1) if step else 0
+        rest -= index * step
+    return x.numel() > 0 and rest == inside == 0
 
 
 @dataclass(frozen=True)

@@ -156,23 +156,24 @@ def forward(
 
 
 def backward(
-    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    intervals: Intervals, scale: float, sram_elements: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns dq, dk, dv, contiguous, like q, k, v.
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor,
+    v: Tensor, out: Tensor, lse: Tensor, intervals: Intervals, scale: float, sram_elements: int,
+) -> None:  # fmt: skip
+    """Writes dq, dk and dv, like q, k and v, those that are not None; one kernel makes all three.
 
     out and lse are the forward's, dlse is the gradient of the natural-log LSE (B, Hq, Sq).
     """
-    dq = q.new_zeros(q.shape, dtype=torch.float32)
-    dk, dv = (x.new_zeros(x.shape) for x in (k, v))
+    dq_sum = q.new_zeros(q.shape, dtype=torch.float32) if dq is None or dq.dtype != torch.float32 else dq.zero_()
+    dk, dv = (x.new_zeros(x.shape) if dx is None else dx.zero_() for x, dx in ((k, dk), (v, dv)))
     if k.shape[1] > 0 and out.numel() > 0:
         batch, _, num_kv_heads, _ = k.shape
         inputs = _views(*map(addressable, (q, k, v, out, dout)))
         launch = _launch(q, v, intervals, sram_elements)
         _bwd_kernel[(batch * num_kv_heads,)](
-            *inputs, *_views(dq, dk, dv), lse, dlse.contiguous(), scale, num_kv_heads=num_kv_heads, **launch
+            *inputs, *_views(dq_sum, dk, dv), lse, dlse.contiguous(), scale, num_kv_heads=num_kv_heads, **launch
         )
-    return dq.to(q.dtype), dk, dv
+    if dq is not None and dq is not dq_sum:
+        dq.copy_(dq_sum)
 
 
 def _views(*tensors: Tensor) -> list[tuple]:

@@ -19,8 +19,8 @@ Launcher = Callable[..., tuple[Tensor, ...]]
 def _register(name: str, launch_forward: Launcher, launch_backward: Launcher) -> Callable[..., tuple[Tensor, Tensor]]:
     """Makes the operators flashtrain::name and flashtrain::name_backward; returns what a variant is called by.
 
-    The launchers take `forward(q, k, v, mask, scale, softcap)` and, for dq, dk and dv with empty tensors for what is
-    not needed, `backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, needs_dq, needs_dkdv)`.
+    The launchers take `forward(q, k, v, mask, scale, softcap)` and, to write into dq, dk and dv, of which either may be
+    None, dq or both others, `backward(dq, dk, dv, dout, dlse, q, k, v, out, lse, mask, scale, softcap)`.
     """
 
     @torch.library.custom_op(f"flashtrain::{name}", mutates_args=())
@@ -61,16 +61,16 @@ def _register(name: str, launch_forward: Launcher, launch_backward: Launcher) ->
         softcap: float,
         needs_dq: bool,
         needs_dkdv: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        mask = _mask(left, right, keys, queries)
+    ) -> list[Tensor]:
+        gradients, mask = _empty_gradients(q, k, v, needs_dq, needs_dkdv), _mask(left, right, keys, queries)
         with torch.cuda.device_of(q):
-            return launch_backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, needs_dq, needs_dkdv)
+            dq, dk, dv = _apart(gradients, q, k, needs_dq, needs_dkdv)
+            launch_backward(dq, dk, dv, dout, dlse, q, k, v, out, lse, mask, scale, softcap)
+        return gradients
 
     @backward.register_fake
     def _(dout, dlse, q, k, v, out, lse, left, right, keys, queries, scale, softcap, needs_dq, needs_dkdv):
-        dq = q.new_empty(q.shape if needs_dq else 0)
-        dk, dv = (x.new_empty(x.shape if needs_dkdv else 0) for x in (k, v))
-        return dq, dk, dv
+        return _empty_gradients(q, k, v, needs_dq, needs_dkdv)
 
     def save_for_backward(ctx, inputs, output) -> None:
         q, k, v, ctx.left, ctx.right, keys, queries, ctx.scale, ctx.softcap = inputs
@@ -79,11 +79,12 @@ def _register(name: str, launch_forward: Launcher, launch_backward: Launcher) ->
     def differentiate(ctx, dout: Tensor, dlse: Tensor):
         needs_dq, needs_dk, needs_dv, *others = ctx.needs_input_grad
         *tensors, keys, queries = ctx.saved_tensors
-        dq, dk, dv = backward(
-            dout, dlse, *tensors, ctx.left, ctx.right, keys, queries, ctx.scale, ctx.softcap,
-            needs_dq, needs_dk or needs_dv,
+        needs = needs_dq, needs_dk or needs_dv
+        gradients = backward(
+            dout, dlse, *tensors, ctx.left, ctx.right, keys, queries, ctx.scale, ctx.softcap, *needs
         )  # fmt: skip
-        return dq if needs_dq else None, dk if needs_dk else None, dv if needs_dv else None, *(None for _ in others)
+        dq, dk, dv = _apart(gradients, *tensors[:2], *needs)
+        return dq, dk if needs_dk else None, dv if needs_dv else None, *(None for _ in others)
 
     def refuse_second_derivative(ctx, *gradients):
         raise NotImplementedError(
@@ -114,18 +115,35 @@ def _mask(left: int | None, right: int | None, keys: Tensor | None, queries: Ten
     return Intervals(left, right, None if keys is None else Bounds(keys, queries))
 
 
+def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, needs_dq: bool, needs_dkdv: bool) -> list[Tensor]:
+    """Memory for dq, or dk and dv, or all three: these in one tensor (B, S, Hq + 2 Hkv, D), if they fit one.
+
+    As one they are the gradient of what q, k and v are split from, mostly: `torch.compile` then need not join them.
+    """
+    if needs_dq and needs_dkdv and q.shape[1] == k.shape[1] and q.shape[-1] == v.shape[-1]:
+        batch, length, num_q_heads, head_dim = q.shape
+        return [q.new_empty(batch, length, num_q_heads + 2 * k.shape[2], head_dim)]
+    return [x.new_empty(x.shape) for x in (q,) * needs_dq + (k, v) * needs_dkdv]
+
+
+def _apart(gradients: list[Tensor], q: Tensor, k: Tensor, needs_dq: bool, needs_dkdv: bool) -> tuple[Tensor | None, ...]:
+    """dq, dk and dv in what `_empty_gradients` made; None for what is not needed."""
+    if needs_dq and needs_dkdv and len(gradients) == 1:
+        return gradients[0].split_with_sizes((q.shape[2], k.shape[2], k.shape[2]), 2)
+    dk, dv = gradients[-2:] if needs_dkdv else (None, None)
+    return gradients[0] if needs_dq else None, dk, dv
+
+
 def _flash_v1_forward(q, k, v, mask, scale, softcap):
     from .flash_v1 import forward
 
     return forward(q, k, v, mask, scale, sram_elements(q.device))
 
 
-def _flash_v1_backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, needs_dq, needs_dkdv):
+def _flash_v1_backward(dq, dk, dv, dout, dlse, q, k, v, out, lse, mask, scale, softcap):
     from .flash_v1 import backward
 
-    # One kernel makes all three.
-    dq, dk, dv = backward(dout, dlse, q, k, v, out, lse, mask, scale, sram_elements(q.device))
-    return dq if needs_dq else q.new_empty(0), *(x if needs_dkdv else x.new_empty(0) for x in (dk, dv))
+    backward(dq, dk, dv, dout, dlse, q, k, v, out, lse, mask, scale, sram_elements(q.device))
 
 
 def _flash_v2_forward(q, k, v, mask, scale, softcap):
@@ -134,11 +152,10 @@ def _flash_v2_forward(q, k, v, mask, scale, softcap):
     return forward(q, k, v, mask, scale, softcap, _tiles(q, v))
 
 
-def _flash_v2_backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, needs_dq, needs_dkdv):
+def _flash_v2_backward(dq, dk, dv, dout, dlse, q, k, v, out, lse, mask, scale, softcap):
     from .flash_v2.backward import backward
 
-    launch = _tiles(q, v)
-    return backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, launch, needs_dq, needs_dkdv)
+    backward(dq, dk, dv, dout, dlse, q, k, v, out, lse, mask, scale, softcap, _tiles(q, v))
 
 
 def _flash_hopper_forward(q, k, v, mask, scale, softcap):
@@ -147,10 +164,10 @@ def _flash_hopper_forward(q, k, v, mask, scale, softcap):
     return forward(q, k, v, mask, scale, softcap)
 
 
-def _flash_hopper_backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, needs_dq, needs_dkdv):
+def _flash_hopper_backward(dq, dk, dv, dout, dlse, q, k, v, out, lse, mask, scale, softcap):
     from .flash_hopper.backward import backward
 
-    return backward(dout, dlse, q, k, v, out, lse, mask, scale, softcap, needs_dq, needs_dkdv)
+    backward(dq, dk, dv, dout, dlse, q, k, v, out, lse, mask, scale, softcap)
 
 
 def _tiles(q: Tensor, v: Tensor) -> Tiles:

@@ -93,17 +93,17 @@ def launch(target: str, problem: Problem) -> None:
     if problem.variant == "flash_v1":
         sram = SHARED_MEMORY[target] // 4
         flash_v1.forward(q, k, v, mask, 0.125, sram)
-        flash_v1.backward(out, lse, q, k, v, out, lse, mask, 0.125, sram)
+        flash_v1.backward(q, k, v, out, lse, q, k, v, out, lse, mask, 0.125, sram)
         return
     if problem.variant == "flash_hopper":
         flash_hopper.forward(q, k, v, mask, 0.125, problem.softcap)
         return
     if problem.variant == "flash_hopper_backward":
-        flash_hopper_backward.backward(out, lse, q, k, v, out, lse, mask, 0.125, problem.softcap, True, True)
+        flash_hopper_backward.backward(q, k, v, out, lse, q, k, v, out, lse, mask, 0.125, problem.softcap)
         return
     rows = tiles(target, max(problem.head_dim, v_head_dim), dtype)
     forward(q, k, v, mask, 0.125, problem.softcap, rows)
-    backward(out, lse, q, k, v, out, lse, mask, 0.125, problem.softcap, rows, True, True)
+    backward(q, k, v, out, lse, q, k, v, out, lse, mask, 0.125, problem.softcap, rows)
 
 
 @functools.cache

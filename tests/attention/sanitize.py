@@ -33,7 +33,8 @@ def run_flash_v2(q, k, v, intervals, softcap) -> None:
     for architecture in ("sm_90", "sm_80"):  # through TMA and through pointers
         launch = tiles(architecture, max(q.shape[-1], v.shape[-1]), q.dtype)
         out, lse = forward(q, k, v, intervals, 0.125, softcap, launch)
-        backward(out, lse, q, k, v, out, lse, intervals, 0.125, softcap, launch, True, True)
+        gradients = map(torch.empty_like, (q, k, v))
+        backward(*gradients, out, lse, q, k, v, out, lse, intervals, 0.125, softcap, launch)
 
 
 def run_flash_hopper(q, k, v, intervals, softcap) -> None:

@@ -38,9 +38,8 @@ def test_flash_hopper_then_has_the_backward_of_flash_v2(deterministic, monkeypat
     called = []
 
     def backward(name):
-        def stand_in(dout, dlse, q, k, v, *_):
+        def stand_in(*_):
             called.append(name)
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
         return SimpleNamespace(backward=stand_in)
 

@@ -93,7 +93,12 @@ def test_a_mistake_of_the_backward(name, dtype, monkeypatch):
     exact = exact_backward(case, device)
     right = {name: getattr(exact, name) for name in ("dq", "dk", "dv")}
     found = {name: x.to(dtype).repeat(toolchain.ROWS, 1, 1, 1) for name, x in right.items()}
-    kernel = SimpleNamespace(backward=lambda *arguments: tuple(found.values()))
+
+    def backward(*arguments):
+        for written, x in zip(arguments, found.values(), strict=False):
+            written.copy_(x)
+
+    kernel = SimpleNamespace(backward=backward)
     monkeypatch.setitem(sys.modules, "flashtrain.kernels.attention.flash_hopper.backward", kernel)
     assert backward_mistakes(case, dtype, device) == 0
     at = tuple((right[name].abs() > 0.1).nonzero()[0])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tolerance import assert_as_accurate_as_standard
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from flashtrain.kernels.attention import Intervals, attention
 
@@ -59,6 +60,41 @@ def test_opcheck_of_the_backward(flash, mask, needs):
     out, lse = forward(q, k, v, *mask())
     inputs = (out, lse, q, k, v, out, lse, *mask(), *needs)
     torch.library.opcheck(backward.default, inputs)
+
+
+def test_gradients_of_one_projection_are_one_tensor(flash):
+    q, k, v = flash.qkv(2, 33, 33, 4, 2, 16)
+    forward, backward = operators(flash)
+    out, lse = forward(q, k, v, *window())
+    inputs = (out, lse, q, k, v, out, lse, *window())
+    torch.library.opcheck(backward.default, (*inputs, True, True))
+    (together,) = backward(*inputs, True, True)
+    assert torch.equal(together, torch.cat(backward(*inputs, True, False) + backward(*inputs, False, True), 2))
+
+
+def test_inductor_does_not_join_the_gradients_of_one_projection(flash):
+    called = []
+
+    class Record(CustomGraphPass):
+        def __call__(self, graph):
+            called.extend(str(node.target) for node in graph.nodes)
+
+        def uuid(self):
+            return None
+
+    def attend_to_itself(qkv):
+        q, k, v = qkv.unflatten(-1, (8, 16)).split((4, 2, 2), 2)
+        return attention(q, k, v, CAUSAL, variant=flash.name)
+
+    torch._dynamo.reset()
+    q, k, v = flash.qkv(2, 33, 33, 4, 2, 16)
+    qkv = torch.cat((q, k, v), 2).flatten(2).requires_grad_()
+    dout = torch.randn_like(q)
+    (expected,) = torch.autograd.grad(attend_to_itself(qkv), qkv, dout)
+    with torch._inductor.config.patch(post_grad_custom_post_pass=Record(), force_disable_caches=True):
+        (found,) = torch.autograd.grad(torch.compile(attend_to_itself, fullgraph=True)(qkv), qkv, dout)
+    assert torch.equal(found, expected)
+    assert f"flashtrain.{flash.name}_backward.default" in called and "aten.cat.default" not in called
 
 
 def test_fakes_give_the_real_strides(flash):

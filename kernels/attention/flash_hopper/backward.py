@@ -242,21 +242,19 @@ def _bwd_kernel(
 
 
 def backward(
-    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    intervals: Intervals, scale: float, softcap: float, needs_dq: bool, needs_dkdv: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns dq, dk, dv, contiguous, like q, k, v; an empty tensor for what is not needed.
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor,
+    v: Tensor, out: Tensor, lse: Tensor, intervals: Intervals, scale: float, softcap: float,
+) -> None:  # fmt: skip
+    """Writes dq, dk and dv, addressable, like q, k and v, those that are not None; one kernel makes all three.
 
-    out and lse are the forward's, contiguous, dlse is the gradient of the natural-log LSE (B, Hq, Sq). One kernel makes
-    all three.
+    out and lse are the forward's, contiguous, dlse is the gradient of the natural-log LSE (B, Hq, Sq).
     """
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dq, dk, dv = (x.new_empty(x.shape) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv)))
     if k.shape[1] == 0 or out.numel() == 0:
         for x in (dq, dk, dv):
             x.zero_()
     else:
         _launch(dq, dk, dv, dout, dlse, q, k, v, out, lse, intervals, scale, softcap)
-    return dq if needs_dq else q.new_empty(0), *(x if needs_dkdv else x.new_empty(0) for x in (dk, dv))
 
 
 def _launch(

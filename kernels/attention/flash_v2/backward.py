@@ -161,19 +161,20 @@ def _bwd_dq_kernel(
 
 
 def backward(
-    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    intervals: Intervals, scale: float, softcap: float, tiles: Tiles, needs_dq: bool, needs_dkdv: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns dq, dk, dv, contiguous, like q, k, v; an empty tensor for what is not needed.
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor,
+    v: Tensor, out: Tensor, lse: Tensor, intervals: Intervals, scale: float, softcap: float, tiles: Tiles,
+) -> None:  # fmt: skip
+    """Writes dq, dk and dv, addressable, like q, k and v; dq may be None, or dk and dv, where it is not needed.
 
     out and lse are the forward's, contiguous, dlse is the gradient of the natural-log LSE (B, Hq, Sq).
     """
     batch, q_len, num_q_heads, _ = q.shape
     kv_len, num_kv_heads = k.shape[1:3]
-    dq = q.new_empty(q.shape if needs_dq else 0)
-    dk, dv = (x.new_empty(x.shape if needs_dkdv else 0) for x in (k, v))
     if kv_len == 0 or out.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
+        for x in (dq, dk, dv):
+            if x is not None:
+                x.zero_()
+        return
     dout, q, k, v = addressable(dout), addressable(q), addressable(k), addressable(v)
     BLOCK_D, BLOCK_DV = padded_head_dim(q), padded_head_dim(v)
 
@@ -190,7 +191,7 @@ def backward(
         q_len=q_len, kv_len=kv_len, group_size=num_q_heads // num_kv_heads,
         **mask_arguments(intervals, q_len, kv_len), BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV,
     )  # fmt: skip
-    if needs_dkdv:
+    if dk is not None:
         tile = tiles.dkdv
         q_view, dout_view = (view(x, tile.BLOCK_M, tiles.use_tma) for x in (q, dout))
         k_view, v_view, dk_view, dv_view = (view(x, tile.BLOCK_N, tiles.use_tma) for x in (k, v, dk, dv))
@@ -199,7 +200,7 @@ def backward(
             q_view, k_view, v_view, dout_view, dk_view, dv_view,
             num_kv_heads=num_kv_heads, **shared, **vars(tile),
         )  # fmt: skip
-    if needs_dq:
+    if dq is not None:
         tile = tiles.dq
         q_view, dout_view, dq_view = (view(x, tile.BLOCK_M, tiles.use_tma) for x in (q, dout, dq))
         k_view, v_view = (view(x, tile.BLOCK_N, tiles.use_tma) for x in (k, v))
@@ -207,4 +208,3 @@ def backward(
         _bwd_dq_kernel[grid](
             q_view, k_view, v_view, dout_view, dq_view, num_q_heads=num_q_heads, **shared, **vars(tile)
         )
-    return dq, dk, dv
