@@ -126,7 +126,9 @@ def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, needs_dq: bool, needs_dkdv
     return [x.new_empty(x.shape) for x in (q,) * needs_dq + (k, v) * needs_dkdv]
 
 
-def _apart(gradients: list[Tensor], q: Tensor, k: Tensor, needs_dq: bool, needs_dkdv: bool) -> tuple[Tensor | None, ...]:
+def _apart(
+    gradients: list[Tensor], q: Tensor, k: Tensor, needs_dq: bool, needs_dkdv: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dq, dk and dv in what `_empty_gradients` made; None for what is not needed."""
     if needs_dq and needs_dkdv and len(gradients) == 1:
         return gradients[0].split_with_sizes((q.shape[2], k.shape[2], k.shape[2]), 2)
