@@ -13,10 +13,11 @@ from torch import Tensor
 from .attention.online_softmax import LOG2_E
 
 # Eight 16-bit numbers are the 16 bytes that a thread loads at once. A thread has one lane. H200, 4,096 rows of 50,304
-# in bf16, the least of 8 rounds: 0.338 ms with gradient and 0.153 without; 1,024 lanes 0.337 and 0.177, 2,048 0.393
-# and 0.195, 256 0.352 and 0.147. torch.compile of the plain path with gradient: 0.678.
+# in bf16, medians of 10: 0.245 ms with gradient and 0.130 without; 512 lanes 0.305 and 0.115, 256 0.316 and 0.111: of
+# more rows at once, four and eight to an SM, L2 no longer holds what the second pass reads. Loads ahead by num_stages,
+# 2 or 3: 0.29 to 0.40. torch.compile of the plain path with gradient: 0.678.
 WIDTH = 8
-LANES = 512
+LANES = 1024
 NUM_WARPS = LANES // (64 if torch.version.hip else 32)
 
 

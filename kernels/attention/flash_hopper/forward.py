@@ -47,9 +47,8 @@ from .pipeline import (
 from .products import as_operand, rounded, zeros
 from .schedule import block_at, counter, query_tile, section, table, visits
 
-# Named barriers: a turn for each warpgroup that computes, at most 3, then those of the rings.
+# Named barriers: a turn for each warpgroup that computes, then those of the rings.
 FIRST_TURN: gl.constexpr = FIRST_BARRIER
-FIRST_RING: gl.constexpr = gl.constexpr(FIRST_BARRIER.value + 3)
 
 
 @gluon.jit
@@ -62,7 +61,7 @@ def _load(problem, rings, messages, inputs, CONSUMERS: gl.constexpr, BLOCK_N: gl
     order_ptr, num_heads, group_size, mask, scale_log2e, cap = problem
     q_ring, k_ring, v_ring = rings
     q, k, v = inputs
-    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
+    BLOCK_M: gl.constexpr = CONSUMERS * q.block_shape[2]
     more, b, h, first, blocks = query_tile(order_ptr, 0, num_heads, mask, BLOCK_M, BLOCK_N, FIRST=True)
     fetch_with_message(q_ring, messages, 0, (more, b, h, first) + blocks, q, b, h, first, more, CONSUMERS)
     block = block_at(0, blocks)
@@ -193,6 +192,7 @@ def _compute(
     q_ring, k_ring, v_ring = rings
     out, out_buffers, lse_ptr = outputs
     q_len = mask[0]
+    ROWS: gl.constexpr = out.block_shape[2]
     S_ROWS: gl.constexpr = gl.SliceLayout(1, zeros(BLOCK_N).type.layout)
     i_M = CONSUMER * ROWS + gl.arange(0, ROWS, S_ROWS)
     no_max_M = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
@@ -268,6 +268,7 @@ def _fwd_kernel(
 ):  # fmt: skip
     """Writes out and lse. Grid (programs,), which share the tiles in the order of the table or the counter."""
     q_ring = make_ring(q, 2, CONSUMERS, CONSUMERS, None)
+    FIRST_RING: gl.constexpr = FIRST_TURN + CONSUMERS
     k_ring = make_ring(k, SLOTS, 1, CONSUMERS, FIRST_RING if NAMED else None)
     v_ring = make_ring(v, SLOTS, 1, CONSUMERS, FIRST_RING + SLOTS if NAMED else None)
     rings = (q_ring, k_ring, v_ring)

@@ -100,13 +100,15 @@ def view(x_BSHD: Tensor, rows: int, columns: int | None = None) -> TensorDescrip
 
     All of their columns, unless it is said how many.
     """
-    block = (1, 1, rows, columns or columns_of(x_BSHD))
-    return TensorDescriptor(x_BSHD, *shape_and_strides_BHSD(x_BSHD), list(block), _layout(block, x_BSHD.dtype))
+    block = _block(rows, columns or columns_of(x_BSHD), x_BSHD.dtype)
+    return TensorDescriptor(x_BSHD, *shape_and_strides_BHSD(x_BSHD), *block)
 
 
 @functools.cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_DTYPES[dtype])
+def _block(rows: int, columns: int, dtype: torch.dtype) -> tuple[list[int], gl.NVMMASharedLayout]:
+    """Shape and layout of what is copied at a time."""
+    shape = [1, 1, rows, columns]
+    return shape, gl.NVMMASharedLayout.get_default_for(shape, _GLUON_DTYPES[dtype])
 
 
 def numbers_view(x: Tensor, count: int) -> TensorDescriptor:

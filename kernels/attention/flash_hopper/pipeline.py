@@ -13,8 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 # The first named barrier that Triton leaves free: it takes 0, 1 and one for each partition but the first.
 FIRST_BARRIER: gl.constexpr = gl.constexpr(5)
-# Threads.
-WARPGROUP: gl.constexpr = gl.constexpr(128)
 
 
 @gluon.jit
@@ -73,7 +71,7 @@ def acquire(ring, n, CONSUMERS: gl.constexpr):
     if isinstance(free, gl.shared_memory_descriptor):
         mbarrier.wait(free.index(slot), phase ^ 1)
     elif n >= SLOTS:
-        _sync(free + slot, CONSUMERS * WARPGROUP + WARPGROUP // 4)
+        _sync(free + slot, 4 * CONSUMERS + 1)
     return slot
 
 
@@ -177,7 +175,7 @@ def release(ring, n, CONSUMERS: gl.constexpr):
     if isinstance(free, gl.shared_memory_descriptor):
         mbarrier.arrive(free.index(slot))
     else:
-        _arrive(free + slot, CONSUMERS * WARPGROUP + WARPGROUP // 4)
+        _arrive(free + slot, 4 * CONSUMERS + 1)
 
 
 @gluon.jit
@@ -191,7 +189,7 @@ def numbers_at(ring, numbers, n, LAYOUT: gl.constexpr):
 def message_at(messages, n):
     """A computing warpgroup, after it has waited for use n: the integers of its message, all that there is room for."""
     SIZE: gl.constexpr = messages.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([SIZE], [32], [WARPGROUP // 32], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([SIZE], [32], [4], [0])
     place = gl.arange(0, SIZE, LAYOUT)
     numbers = messages.index(n & (messages.shape[0] - 1)).load(LAYOUT)
     message = ()
@@ -203,19 +201,19 @@ def message_at(messages, n):
 @gluon.jit
 def meet(barrier, CONSUMERS: gl.constexpr):
     """Waits until all computing warpgroups are here."""
-    _sync(barrier, CONSUMERS * WARPGROUP)
+    _sync(barrier, 4 * CONSUMERS)
 
 
 @gluon.jit
 def take_turn(first_barrier, CONSUMER: gl.constexpr):
     """Waits until the warpgroup before this one has given the turn."""
-    _sync(first_barrier + CONSUMER, 2 * WARPGROUP)
+    _sync(first_barrier + CONSUMER, 4 * 2)
 
 
 @gluon.jit
 def give_turn(first_barrier, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
     """Lets the warpgroup after this one take the turn."""
-    _arrive(first_barrier + (CONSUMER + 1) % CONSUMERS, 2 * WARPGROUP)
+    _arrive(first_barrier + (CONSUMER + 1) % CONSUMERS, 4 * 2)
 
 
 @gluon.jit
@@ -226,14 +224,16 @@ def _meet_in_warp():
 
 
 @gluon.jit
-def _sync(barrier, threads):
+def _sync(barrier, WARPS: gl.constexpr):
+    """Waits at a named barrier for so many warps, four to a warpgroup, those that arrive included."""
     _ = gl.inline_asm_elementwise(
-        "bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1
+        "bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,r", [barrier, 32 * WARPS], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def _arrive(barrier, threads):
+def _arrive(barrier, WARPS: gl.constexpr):
+    """Counts at a named barrier for so many warps, and goes on."""
     _ = gl.inline_asm_elementwise(
-        "bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,r", [barrier, threads], dtype=gl.int32, is_pure=False, pack=1
+        "bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,r", [barrier, 32 * WARPS], dtype=gl.int32, is_pure=False, pack=1
     )
