@@ -236,6 +236,7 @@ def build_model(
     bound = functools.partial(attention, variant=variant, softcap=_softcap(options), deterministic=deterministic)
     model = GPT(options, bound, activation_checkpointing).to(device.type, device.precision.weights)
     if device.compile:
+        devices.start_compile_workers()
         torch.compiler.reset()  # a sweep's earlier jobs would count towards the limit of recompilations
         model.compile(dynamic=False)
     return model

@@ -1,5 +1,6 @@
 """Where and how a run computes: device, precision, compilation; what the user asked, given what there is."""
 
+import signal
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +80,22 @@ def resolve_type(key: str, device: str) -> str:
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(f"{key} is cuda and PyTorch sees no CUDA GPU here; say {key}=cpu")
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def start_compile_workers() -> None:
+    """Start the processes in which `torch.compile` compiles, deaf to SIGTERM.
+
+    A scheduler sends that to all processes, and PyTorch (2.11 to 2.13) waits forever for the work of one that it ended.
+    They go when this process does.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # processes inherit what is blocked
+    try:
+        import torch._inductor.compile_fx  # noqa: F401  starts them, unless told not to
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.warm_pool()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def reset_peak_memory() -> None:
