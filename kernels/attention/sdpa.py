@@ -28,10 +28,12 @@ def sdpa_math(
 ) -> tuple[Tensor, None]:
     """PyTorch's composite of matmul, softmax and matmul (float32 inside for 16-bit inputs)."""
     bias, is_causal = _mask(q, k, intervals)
+    # With one dimension more than attention has, or Inductor would take it for attention and call a fused kernel.
+    tensors = (x[None] for x in _heads_first(q, k, v))
     out, _ = aten._scaled_dot_product_attention_math(
-        *_heads_first(q, k, v), bias, 0.0, is_causal, None, scale=scale, enable_gqa=True
-    )
-    return _zero_empty_rows(out.transpose(1, 2), k, intervals), None
+        *tensors, bias, 0.0, is_causal, None, scale=scale, enable_gqa=True
+    )  # fmt: skip
+    return _zero_empty_rows(out[0].transpose(1, 2), k, intervals), None
 
 
 def sdpa_efficient(

@@ -100,12 +100,14 @@ def test_compiled_cpu_kernels_stay_pinned(variant, case):
 
 
 @pytest.mark.parametrize("variant", ["standard", "sdpa_math"])
-def test_inductor_replaces_no_written_out_attention(variant):
+@pytest.mark.parametrize("Hkv", [2, 4])
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
+def test_inductor_replaces_no_written_out_attention(variant, Hkv, mask):
     """Inductor turns some spellings of attention into PyTorch's fused one; these are not among them."""
     torch._dynamo.reset()
     counters.clear()
-    compiled = torch.compile(attend_with(variant, CAUSAL), fullgraph=True)
-    assert_as_accurate_as_standard(compiled, make_qkv(2, 32, 32, 4, 2, 16), CAUSAL)
+    compiled = torch.compile(attend_with(variant, mask), fullgraph=True)
+    assert_as_accurate_as_standard(compiled, make_qkv(2, 32, 32, 4, Hkv, 16), mask)
     assert counters["inductor"]["fuse_attention"] == 0
 
 
