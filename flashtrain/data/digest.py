@@ -1,4 +1,4 @@
-"""The one hash of this package: it names corpora, finds repeated documents and splits off validation."""
+"""The hash that names corpora, finds repeated documents and splits off validation."""
 
 import hashlib
 import json
