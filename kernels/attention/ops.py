@@ -9,14 +9,15 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from .intervals import Bounds, Intervals
 from .tiles import Tiles, architecture, sram_elements, tiles
 
-Launcher = Callable[..., tuple[Tensor, ...]]
 
-
-def _register(name: str, launch_forward: Launcher, launch_backward: Launcher) -> Callable[..., tuple[Tensor, Tensor]]:
+def _register(
+    name: str, launch_forward: Callable[..., tuple[Tensor, Tensor]], launch_backward: Callable[..., None]
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """Makes the operators flashtrain::name and flashtrain::name_backward; returns what a variant is called by.
 
     The launchers take `forward(q, k, v, mask, scale, softcap)` and, to write into dq, dk and dv, of which either may be
@@ -61,16 +62,17 @@ def _register(name: str, launch_forward: Launcher, launch_backward: Launcher) ->
         softcap: float,
         needs_dq: bool,
         needs_dkdv: bool,
+        together: bool,
     ) -> list[Tensor]:
-        gradients, mask = _empty_gradients(q, k, v, needs_dq, needs_dkdv), _mask(left, right, keys, queries)
+        gradients, mask = _empty_gradients(q, k, v, needs_dq, needs_dkdv, together), _mask(left, right, keys, queries)
         with torch.cuda.device_of(q):
             dq, dk, dv = _apart(gradients, q, k, needs_dq, needs_dkdv)
             launch_backward(dq, dk, dv, dout, dlse, q, k, v, out, lse, mask, scale, softcap)
         return gradients
 
     @backward.register_fake
-    def _(dout, dlse, q, k, v, out, lse, left, right, keys, queries, scale, softcap, needs_dq, needs_dkdv):
-        return _empty_gradients(q, k, v, needs_dq, needs_dkdv)
+    def _(dout, dlse, q, k, v, out, lse, left, right, keys, queries, scale, softcap, needs_dq, needs_dkdv, together):
+        return _empty_gradients(q, k, v, needs_dq, needs_dkdv, together)
 
     def save_for_backward(ctx, inputs, output) -> None:
         q, k, v, ctx.left, ctx.right, keys, queries, ctx.scale, ctx.softcap = inputs
@@ -80,8 +82,9 @@ def _register(name: str, launch_forward: Launcher, launch_backward: Launcher) ->
         needs_dq, needs_dk, needs_dv, *others = ctx.needs_input_grad
         *tensors, keys, queries = ctx.saved_tensors
         needs = needs_dq, needs_dk or needs_dv
+        together = all(needs) and _are_known_to_fit_one(*tensors[:3])
         gradients = backward(
-            dout, dlse, *tensors, ctx.left, ctx.right, keys, queries, ctx.scale, ctx.softcap, *needs
+            dout, dlse, *tensors, ctx.left, ctx.right, keys, queries, ctx.scale, ctx.softcap, *needs, together
         )  # fmt: skip
         dq, dk, dv = _apart(gradients, *tensors[:2], *needs)
         return dq, dk if needs_dk else None, dv if needs_dv else None, *(None for _ in others)
@@ -115,12 +118,24 @@ def _mask(left: int | None, right: int | None, keys: Tensor | None, queries: Ten
     return Intervals(left, right, None if keys is None else Bounds(keys, queries))
 
 
-def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, needs_dq: bool, needs_dkdv: bool) -> list[Tensor]:
-    """Memory for dq, or dk and dv, or all three: these in one tensor (B, S, Hq + 2 Hkv, D), if they fit one.
+def _are_known_to_fit_one(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a compiler traces the backward, and knows that dq, dk and dv have the shapes of parts of one tensor.
 
-    As one they are the gradient of what q, k and v are split from, mostly: `torch.compile` then need not join them.
+    As one they are the gradient of what q, k and v are split from, mostly, and it need not join them. Uncompiled they
+    are joined in any case, and as parts of one tensor each would keep the memory of all.
     """
-    if needs_dq and needs_dkdv and q.shape[1] == k.shape[1] and q.shape[-1] == v.shape[-1]:
+    if TracingContext.try_get() is None:  # torch.compiler.is_compiling is for what Dynamo reads, before 2.13 at least
+        return False
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
+    return all(statically_known_true(a == b) for a, b in ((q.shape[1], k.shape[1]), (q.shape[-1], v.shape[-1])))
+
+
+def _empty_gradients(
+    q: Tensor, k: Tensor, v: Tensor, needs_dq: bool, needs_dkdv: bool, together: bool
+) -> list[Tensor]:
+    """Memory for dq, or dk and dv, or all three; these together in one tensor (B, S, Hq + 2 Hkv, D), if it is said."""
+    if together:
         batch, length, num_q_heads, head_dim = q.shape
         return [q.new_empty(batch, length, num_q_heads + 2 * k.shape[2], head_dim)]
     return [x.new_empty(x.shape) for x in (q,) * needs_dq + (k, v) * needs_dkdv]

@@ -115,7 +115,7 @@ def test_opcheck(needs):
     leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
     torch.library.opcheck(torch.ops.flashtrain.flash_v1.default, (*leaves, *mask))
     out, lse = torch.ops.flashtrain.flash_v1(q, k, v, *mask)
-    inputs = (out, lse, q, k, v, out, lse, *mask, *needs)
+    inputs = (out, lse, q, k, v, out, lse, *mask, *needs, False)
     torch.library.opcheck(torch.ops.flashtrain.flash_v1_backward.default, inputs)
 
 

@@ -58,18 +58,24 @@ def test_opcheck_of_the_backward(flash, mask, needs):
     q, k, v = small_qkv(flash)
     forward, backward = operators(flash)
     out, lse = forward(q, k, v, *mask())
-    inputs = (out, lse, q, k, v, out, lse, *mask(), *needs)
+    inputs = (out, lse, q, k, v, out, lse, *mask(), *needs, False)
     torch.library.opcheck(backward.default, inputs)
 
 
-def test_gradients_of_one_projection_are_one_tensor(flash):
+def test_gradients_can_be_one_tensor(flash):
     q, k, v = flash.qkv(2, 33, 33, 4, 2, 16)
     forward, backward = operators(flash)
     out, lse = forward(q, k, v, *window())
     inputs = (out, lse, q, k, v, out, lse, *window())
-    torch.library.opcheck(backward.default, (*inputs, True, True))
-    (together,) = backward(*inputs, True, True)
-    assert torch.equal(together, torch.cat(backward(*inputs, True, False) + backward(*inputs, False, True), 2))
+    torch.library.opcheck(backward.default, (*inputs, True, True, True))
+    (together,) = backward(*inputs, True, True, True)
+    assert torch.equal(together, torch.cat(backward(*inputs, True, True, False), 2))
+
+
+def test_gradients_that_no_compiler_joins_share_no_memory(flash, attend):
+    q, k, v = (x.requires_grad_() for x in flash.qkv(2, 33, 33, 4, 2, 16))
+    for gradient in torch.autograd.grad(attend(q, k, v)[0].sum(), (q, k, v)):
+        assert gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
 
 
 def test_inductor_does_not_join_the_gradients_of_one_projection(flash):
@@ -103,7 +109,7 @@ def test_fakes_give_the_real_strides(flash):
     out, lse = forward(q, k, v, *window())
     for operator, tensors, settings in (
         (forward, (q, k, v), window()),
-        (backward, (out, lse, q, k, v, out, lse), (*window(), True, True)),
+        (backward, (out, lse, q, k, v, out, lse), (*window(), True, True, False)),
     ):
         real = operator(*tensors, *settings)
         with torch._subclasses.FakeTensorMode() as mode:
@@ -120,6 +126,20 @@ def test_compiles_whole(flash, attend, dynamic, intervals):
     assert_as_accurate_as_standard(
         lambda q, k, v: compiled(q, k, v, intervals), small_qkv(flash), intervals, lse_gradient=True
     )
+
+
+def test_compiles_whole_for_lengths_that_the_data_decide(flash, attend):
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend_some(q, k, v, queries, keys):
+        return attend(q[:, queries], k[:, keys], v[:, keys], Intervals())
+
+    all_of_them = [torch.ones(S, dtype=torch.bool, device=DEVICE) for S in (33, 40)]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert_as_accurate_as_standard(
+            lambda q, k, v: attend_some(q, k, v, *all_of_them), flash.qkv(1, 33, 40, 4, 2, 16), Intervals()
+        )
 
 
 def test_new_documents_compile_once(flash, attend):
