@@ -144,6 +144,8 @@ def _launch(logits: Tensor, targets: Tensor, vocab_size: int, ignored: int, grad
     rows, num_columns = logits.shape
     if logits.stride(1) != 1:
         raise ValueError(f"cross_entropy: rows of logits must be contiguous, and their stride is {logits.stride(1)}")
+    if not 0 < vocab_size <= num_columns:
+        raise ValueError(f"cross_entropy: vocab_size must be 1 to {num_columns}, logits' columns, not {vocab_size}")
     nll_n = torch.empty(rows, dtype=torch.float32, device=logits.device)
     with torch.cuda.device_of(logits):
         _cross_entropy_kernel[(rows,)](

@@ -137,6 +137,13 @@ def test_columns_apart_in_memory_are_refused():
         cross_entropy.nll(torch.zeros(8, 4).T, torch.zeros(4, dtype=torch.int64), 8, IGNORED)
 
 
+def test_a_vocabulary_beyond_the_columns_is_refused():
+    memory = torch.ones(2, 64, device=DEVICE)
+    with pytest.raises(ValueError, match="vocab_size must be 1 to 32, logits' columns, not 33"):
+        cross_entropy.nll_and_gradient_(memory[:, :32], torch.zeros(2, dtype=torch.int64, device=DEVICE), 33, IGNORED)
+    assert (memory == 1).all()
+
+
 @pytest.fixture
 def head_with_kernel(monkeypatch):
     monkeypatch.setattr(head, "_has_kernel", lambda logits: True)
