@@ -3,6 +3,7 @@
 Tiles of queries that visit blocks of keys, as the forward has them, and tiles of keys that visit blocks of queries.
 """
 
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -146,6 +147,18 @@ def test_a_plan_is_made_once_for_each_shape_and_its_table_stays_where_it_is():
 def test_a_mask_that_leaves_few_keys_has_smaller_tiles(intervals, kv_len, few):
     assert launch.launch_of(64, intervals, kv_len, kv_len) == (launch.FEW_KEYS if few else launch.FORWARD)[64]
     assert launch.launch_of(72, intervals, kv_len, kv_len) == launch.FORWARD[128]
+
+
+def test_each_stream_has_a_counter_of_its_own(monkeypatch):
+    """Launches on two streams may overlap."""
+    monkeypatch.setattr(schedule, "_counter_of_stream", functools.cache(schedule._counter_of_stream.__wrapped__))
+    streams = iter([11, 22, 11])
+    monkeypatch.setattr(
+        schedule, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: next(streams)))
+    )
+    first, second, again = (schedule.counter(torch.device("cpu")) for _ in range(3))
+    assert again is first and first.item() == second.item() == 0
+    assert first.data_ptr() != second.data_ptr()
 
 
 def test_there_is_a_launch_for_each_limit_and_a_named_barrier_for_each_use():
