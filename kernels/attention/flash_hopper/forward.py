@@ -47,6 +47,9 @@ from .pipeline import (
 from .products import as_operand, rounded, zeros
 from .schedule import block_at, counter, query_tile, section, table, visits
 
+# Triton compares every constant of a module that a kernel names, at each launch, for some 0.9 us of the host's time
+# (NOTES.md): so few are named here, and what an argument says is taken from there.
+
 # Named barriers: a turn for each warpgroup that computes, then those of the rings.
 FIRST_TURN: gl.constexpr = FIRST_BARRIER
 
