@@ -28,7 +28,7 @@ import pytest
 import torch
 from tolerance import assert_as_accurate_as_standard, make_qkv
 
-from flashtrain.kernels.attention import Intervals, ops
+from flashtrain.kernels.attention import Intervals, attention, ops
 from flashtrain.kernels.attention.intervals import Bounds
 from flashtrain.kernels.attention.tiles import INTERPRETER, Tiles
 
@@ -374,3 +374,38 @@ def test_captures_in_a_cuda_graph_and_replays_with_new_documents(flash):
         captured.bounds.queries.copy_(intervals.bounds.queries)
         graph.replay()
         assert_equal(results, right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+def test_torch_compile_makes_graphs_of_its_first_calls(flash, mask):
+    """What a first call makes to keep, tables and counters, must not lie in the memory of the graphs."""
+    q, k, v = flash.qkv(2, 318, 318, 40, 2, 64, dtype=torch.bfloat16)  # a shape that no other test has planned
+    intervals = CAUSAL if mask == "causal" else CAUSAL.in_documents(documents([100, 218], [300, 18]))
+    torch._dynamo.reset()
+
+    @torch.compile(mode="reduce-overhead", fullgraph=True)
+    def attend(q, k, v):
+        return attention(q, k, v, intervals, variant=flash.name)
+
+    results = [attend(q, k, v).clone() for _ in range(4)]
+    for result in results:
+        assert torch.equal(result, attention(q, k, v, intervals, variant=flash.name))
+
+
+@pytest.mark.gpu
+def test_documents_on_two_streams_at_once(flash):
+    problems = [
+        (flash.qkv(2, 384, 384, 80, 2, 64, dtype=torch.bfloat16), CAUSAL.in_documents(documents(*rows)))
+        for rows in (([384], [384]), ([100, 284], [300, 84]))
+    ]
+    expected = [flash(*inputs, intervals)[0] for inputs, intervals in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        results = []
+        for stream, (inputs, intervals) in zip(streams, problems, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(flash(*inputs, intervals)[0])
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, results, expected))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashtrain.kernels.attention import Intervals
 from flashtrain.kernels.attention.limits import FLASH_HOPPER_HEAD_DIMS
@@ -159,6 +160,11 @@ def test_each_stream_has_a_counter_of_its_own(monkeypatch):
     first, second, again = (schedule.counter(torch.device("cpu")) for _ in range(3))
     assert again is first and first.item() == second.item() == 0
     assert first.data_ptr() != second.data_ptr()
+
+
+def test_what_lasts_is_made_beside_whatever_this_thread_does_with_memory():
+    with FakeTensorMode():
+        assert schedule._lasting([3, 5], torch.device("cpu")).tolist() == [3, 5]
 
 
 def test_there_is_a_launch_for_each_limit_and_a_named_barrier_for_each_use():

@@ -9,6 +9,7 @@ Source: Graham 1969 (longest processing time first); FlashAttention-3 (arXiv:240
 
 import functools
 import heapq
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import triton.language as tl
@@ -84,8 +85,7 @@ def table(
     begins = [0]
     for tiles in programs:
         begins.append(begins[-1] + len(tiles))
-    lists = [*begins, *(number for tiles in programs for number in tiles)]
-    return torch.tensor(lists, dtype=torch.int32, device=device)
+    return _lasting([*begins, *(number for tiles in programs for number in tiles)], device)
 
 
 def counter(device: torch.device) -> Tensor:
@@ -98,7 +98,14 @@ def counter(device: torch.device) -> Tensor:
 
 @functools.cache
 def _counter_of_stream(device: torch.device, stream: int) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    return _lasting([0], device)
+
+
+def _lasting(numbers: list[int], device: torch.device) -> Tensor:
+    """int32, made in a thread of its own: what this one allocates may be for a CUDA graph to use again, as where
+    `torch.compile(mode="reduce-overhead")` warms up."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(torch.tensor, numbers, dtype=torch.int32, device=device).result()
 
 
 @gluon.jit
