@@ -121,7 +121,8 @@ def _cross_entropy_kernel(
 def nll(logits: Tensor, targets: Tensor, vocab_size: int, ignored: int) -> Tensor:
     """Return -log softmax(logits)[target] (n,) fp32, computed in fp32; 0 for ignored rows.
 
-    NaN and infinities go the way they go in `torch.log_softmax`; a target that is no token gives +inf.
+    NaN and infinities go the way they go in `torch.log_softmax`; a target that is no token gives +inf, where these
+    do not make it NaN.
 
     Args:
         logits: (n, V) fp32, fp16 or bf16, neighbours of a row side by side in memory.
