@@ -12,11 +12,11 @@ from torch import Tensor
 
 from .attention.online_softmax import LOG2_E
 
-# Eight 16-bit numbers are the 16 bytes that a thread loads at once. A thread has one lane. H200, 4,096 rows of 50,304
-# in bf16, medians of 10: 0.245 ms with gradient and 0.130 without; 512 lanes 0.305 and 0.115, 256 0.316 and 0.111: of
+# What a thread, which has one lane, loads at once: eight 16-bit numbers. H200, 4,096 rows of 50,304 in bf16, medians
+# of 10: 0.245 ms with gradient and 0.130 without; 512 lanes 0.305 and 0.115, 256 0.316 and 0.111: of
 # more rows at once, four and eight to an SM, L2 no longer holds what the second pass reads. Loads ahead by num_stages,
 # 2 or 3: 0.29 to 0.40. torch.compile of the plain path with gradient: 0.678.
-WIDTH = 8
+WIDTH_BYTES = 16
 LANES = 1024
 NUM_WARPS = LANES // (64 if torch.version.hip else 32)
 
@@ -27,15 +27,13 @@ def _exp(x):
 
 
 @triton.jit
-def _load(logits_ptr, column_LW, num_columns, vocab_size, WHOLE: tl.constexpr):
+def _load(logits_ptr, column_LW, vocab_size, WHOLE: tl.constexpr):
     """Loads logits in fp32, -inf from vocab_size on; WHOLE says that no column lies there."""
     if WHOLE:
-        x_LW = tl.load(logits_ptr + column_LW).to(tl.float32)
+        x_LW = tl.load(logits_ptr + column_LW)
     else:
-        # Masked by num_columns, mostly a multiple of WIDTH, so that a thread still loads all its neighbours at once.
-        x_LW = tl.load(logits_ptr + column_LW, mask=column_LW < num_columns, other=float("-inf")).to(tl.float32)
-        x_LW = tl.where(column_LW < vocab_size, x_LW, float("-inf"))
-    return x_LW
+        x_LW = tl.load(logits_ptr + column_LW, mask=column_LW < vocab_size, other=float("-inf"))
+    return x_LW.to(tl.float32)
 
 
 @triton.jit
@@ -46,11 +44,11 @@ def _shift(maximum):
 
 @triton.jit
 def _add_columns(
-    max_L, sum_L, logits_ptr, start, stop, offset_LW, num_columns, vocab_size, WHOLE: tl.constexpr, BLOCK: tl.constexpr
+    max_L, sum_L, logits_ptr, start, stop, offset_LW, vocab_size, WHOLE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Each lane's maximum m and sum of exp(x - m), with those columns too."""
     for first in range(start, stop, BLOCK):
-        x_LW = _load(logits_ptr, first + offset_LW, num_columns, vocab_size, WHOLE)
+        x_LW = _load(logits_ptr, first + offset_LW, vocab_size, WHOLE)
         new_max_L = tl.maximum(max_L, tl.max(x_LW, 1))
         shift_L = _shift(new_max_L)
         sum_L = sum_L * _exp(max_L - shift_L) + tl.sum(_exp(x_LW - shift_L[:, None]), 1)
@@ -66,7 +64,7 @@ def _write_probabilities(
     """Writes exp(x - maximum) factor in the place of those columns' logits."""
     for first in range(start, stop, BLOCK):
         column_LW = first + offset_LW
-        p_LW = _exp(_load(logits_ptr, column_LW, num_columns, vocab_size, WHOLE) - maximum) * factor
+        p_LW = _exp(_load(logits_ptr, column_LW, vocab_size, WHOLE) - maximum) * factor
         tl.store(logits_ptr + column_LW, p_LW, mask=None if WHOLE else column_LW < num_columns)
 
 
@@ -95,12 +93,8 @@ def _cross_entropy_kernel(
         whole = vocab_size // BLOCK * BLOCK
         max_L = tl.full([LANES], float("-inf"), tl.float32)
         sum_L = tl.zeros([LANES], tl.float32)
-        max_L, sum_L = _add_columns(
-            max_L, sum_L, logits_ptr, 0, whole, offset_LW, num_columns, vocab_size, True, BLOCK
-        )  # fmt: skip
-        max_L, sum_L = _add_columns(
-            max_L, sum_L, logits_ptr, whole, vocab_size, offset_LW, num_columns, vocab_size, False, BLOCK
-        )  # fmt: skip
+        max_L, sum_L = _add_columns(max_L, sum_L, logits_ptr, 0, whole, offset_LW, vocab_size, True, BLOCK)
+        max_L, sum_L = _add_columns(max_L, sum_L, logits_ptr, whole, vocab_size, offset_LW, vocab_size, False, BLOCK)
         maximum = tl.max(max_L, 0)
         total = tl.sum(sum_L * _exp(max_L - _shift(maximum)), 0)
         # The maximum is subtracted first, and exactly: added to log(total) it would round away what counts.
@@ -151,6 +145,7 @@ def _launch(logits: Tensor, targets: Tensor, vocab_size: int, ignored: int, grad
     with torch.cuda.device_of(logits):
         _cross_entropy_kernel[(rows,)](
             logits, targets.contiguous(), nll_n, logits.stride(0), num_columns, vocab_size,
-            IGNORED=ignored, GRADIENT=gradient, LANES=LANES, WIDTH=WIDTH, num_warps=NUM_WARPS,
+            IGNORED=ignored, GRADIENT=gradient, LANES=LANES, WIDTH=WIDTH_BYTES // logits.element_size(),
+            num_warps=NUM_WARPS,
         )  # fmt: skip
     return nll_n
