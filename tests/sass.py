@@ -20,6 +20,8 @@ WITHOUT_RESULT = (
 KEEPS_A_PREDICATE = re.compile(r"LOP3\.LUT R(\d+), R\1, 0x(?=[0-9a-f]{8},)f*[7bde]f*, RZ, 0xc0, !PT")
 # A register whose lower half is set: its upper half is kept, and of interest only where that is set too.
 KEEPS_A_HALF = re.compile(r"PRMT R(\d+), (\S+), 0x7610, R\1$")
+# Takes one register to another: what is unset is so there too, and found where it is computed with.
+COPY = re.compile(r"(?:R2UR|UMOV|MOV|IMAD\.MOV\.U32|IMAD\.U32) U?R\d+, (?:RZ, RZ, )?U?R\d+$")
 UNIFORM = 256
 """The number of UR0; R0 is number 0."""
 
@@ -30,6 +32,10 @@ class Instruction(NamedTuple):
     """A bit for each register, as for what it sets."""
     sets: int
 
+    @property
+    def copies(self) -> bool:
+        return COPY.match(self.text) is not None
+
 
 def unset_registers(disassembly: str) -> list[str]:
     """The instructions in what `nvdisasm -c` prints that read a register which some path leaves unset."""
@@ -39,15 +45,17 @@ def unset_registers(disassembly: str) -> list[str]:
     to_visit = [0]
     while to_visit:
         at = to_visit.pop()
-        after = set_before[at] | instructions[at].sets
-        for successor in _successors(instructions[at].text, at, labels):
+        instruction = instructions[at]
+        unset = instruction.copies and instruction.reads & ~set_before[at]
+        after = set_before[at] & ~instruction.sets if unset else set_before[at] | instruction.sets
+        for successor in _successors(instruction.text, at, labels):
             known = set_before[successor]
             now = after if known is None else known & after
             if now != known:
                 set_before[successor] = now
                 to_visit.append(successor)
     reached = zip(instructions, set_before, strict=True)
-    return [x.text for x, known in reached if known is not None and x.reads & ~known]
+    return [x.text for x, known in reached if known is not None and x.reads & ~known and not x.copies]
 
 
 def _parse(disassembly: str) -> tuple[list[Instruction], dict[str, int]]:

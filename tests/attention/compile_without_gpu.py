@@ -63,6 +63,7 @@ class Problem:
     mask: str = "causal"
     group_size: int = 1
     softcap: float = 0.0
+    in_order: bool = False
     length: int = 4096
 
     def intervals(self) -> Intervals:
@@ -99,7 +100,8 @@ def launch(target: str, problem: Problem) -> None:
         flash_hopper.forward(q, k, v, mask, 0.125, problem.softcap)
         return
     if problem.variant == "flash_hopper_backward":
-        flash_hopper_backward.backward(q, k, v, out, lse, q, k, v, out, lse, mask, 0.125, problem.softcap)
+        options = {"scale": 0.125, "softcap": problem.softcap, "in_order": problem.in_order}
+        flash_hopper_backward.backward(q, k, v, out, lse, q, k, v, out, lse, mask, **options)
         return
     rows = tiles(target, max(problem.head_dim, v_head_dim), dtype)
     forward(q, k, v, mask, 0.125, problem.softcap, rows)

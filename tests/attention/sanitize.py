@@ -40,8 +40,9 @@ def run_flash_v2(q, k, v, intervals, softcap) -> None:
 def run_flash_hopper(q, k, v, intervals, softcap) -> None:
     if refusal("flash_hopper", AttentionSpec.of(q, k, v, intervals, softcap=softcap)) is None:
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out, lse = ops.flash_hopper(*leaves, intervals, 0.125, softcap)
-        torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), torch.ones_like(lse)))
+        for attend in (ops.flash_hopper, ops.flash_hopper_deterministic):
+            out, lse = attend(*leaves, intervals, 0.125, softcap)
+            torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), torch.ones_like(lse)))
 
 
 VARIANTS = {"flash_v2": run_flash_v2, "flash_hopper": run_flash_hopper}

@@ -91,6 +91,10 @@ FLASH_HOPPER_BACKWARD = {
         "documents 128": MEASURED["documents 128"],
         "all at once 64": {"mask": "documents", "softcap": 30.0, "group_size": 4, "head_dim": 64},
         "V head dim 128": {"head_dim": 40, "v_head_dim": 128},
+        "causal 64 in order": MEASURED["causal 64"] | {"in_order": True},
+        "causal 128 in order": MEASURED["causal 128"] | {"in_order": True},
+        "full 64 in order": MEASURED["full 64"] | {"in_order": True},
+        "full 128 in order": MEASURED["full 128"] | {"in_order": True},
     }.items()
 }
 
@@ -113,6 +117,8 @@ FLASH_HOPPER_SPILLS = {
     "flash_hopper_backward full 64": 8,
     "flash_hopper_backward causal 64 fp16": 76,
     "flash_hopper_backward all at once 64": 2760,
+    "flash_hopper_backward causal 64 in order": 88,
+    "flash_hopper_backward full 64 in order": 16,
 }
 # Elsewhere nothing was measured: less than an accumulator of 64 x 64 over 128 threads.
 SPILLS_ELSEWHERE = 124

@@ -33,15 +33,20 @@ def gradients(inputs, intervals, **options):
     return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_flash_hopper_then_has_the_backward_of_flash_v2(deterministic, monkeypatch):
+@pytest.mark.parametrize(
+    ("deterministic", "keeps_order", "expected"),
+    [(False, False, "flash_hopper"), (True, True, "flash_hopper in order"), (True, False, "flash_v2")],
+)
+def test_flash_hopper_then_keeps_an_order_or_has_the_backward_of_flash_v2(
+    deterministic, keeps_order, expected, monkeypatch
+):
     called = []
 
     def backward(name):
-        def stand_in(*_):
-            called.append(name)
+        def stand_in(*_, in_order=False):
+            called.append(name + " in order" * in_order)
 
-        return SimpleNamespace(backward=stand_in)
+        return SimpleNamespace(backward=stand_in, can_keep_order=lambda *_: keeps_order)
 
     forward = SimpleNamespace(forward=lambda q, k, v, *_: (torch.zeros_like(q), q.new_zeros(1, 2, 4)))
     package = "flashtrain.kernels.attention"
@@ -50,7 +55,7 @@ def test_flash_hopper_then_has_the_backward_of_flash_v2(deterministic, monkeypat
         monkeypatch.setitem(sys.modules, f"{package}.{name}.backward", backward(name))
     q, k, v = (x.requires_grad_() for x in make_qkv(1, 4, 4, 2, 2, 16))
     attend_of("flash_hopper", deterministic=deterministic, needs_lse=True)(q, k, v, CAUSAL, 0.25)[0].sum().backward()
-    assert called == ["flash_v2" if deterministic else "flash_hopper"]
+    assert called == [expected]
 
 
 def test_the_argument_and_the_switch_ask_for_the_same(switch):

@@ -94,7 +94,7 @@ def test_a_mistake_of_the_backward(name, dtype, monkeypatch):
     right = {name: getattr(exact, name) for name in ("dq", "dk", "dv")}
     found = {name: x.to(dtype).repeat(toolchain.ROWS, 1, 1, 1) for name, x in right.items()}
 
-    def backward(*arguments):
+    def backward(*arguments, in_order):
         for written, x in zip(arguments, found.values(), strict=False):
             written.copy_(x)
 
@@ -111,10 +111,10 @@ def test_a_mistake_of_the_backward(name, dtype, monkeypatch):
 def test_the_trial_needs_a_gpu_that_the_kernel_runs_on(monkeypatch):
     monkeypatch.setattr(toolchain, "_verdict", lambda *_: pytest.fail("tried"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert toolchain.wrong(64, True) is None
+    assert toolchain.wrong(64, "forward") is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    assert toolchain.wrong(64, True) is None
+    assert toolchain.wrong(64, "forward") is None
 
 
 def test_the_trial_is_made_once_and_not_in_a_capture(monkeypatch):
@@ -129,19 +129,20 @@ def test_the_trial_is_made_once_and_not_in_a_capture(monkeypatch):
         "is_current_stream_capturing": lambda: capturing[0],
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    assert "while a CUDA graph is captured" in toolchain.wrong(64, True)
+    both = "forward", "backward"
+    assert "while a CUDA graph is captured" in toolchain.wrong(64, *both)
     capturing[0] = False
-    assert toolchain.wrong(64, False) is None and toolchain.wrong(128, False) is None
-    assert toolchain.wrong(64, True) == "computes wrong numbers"
+    assert toolchain.wrong(64, "forward") is None and toolchain.wrong(128, "forward") is None
+    assert toolchain.wrong(64, *both) == "computes wrong numbers"
     capturing[0] = True
-    assert toolchain.wrong(64, True) == "computes wrong numbers" and toolchain.wrong(64, False) is None
-    assert "while a CUDA graph is captured" in toolchain.wrong(128, True)
+    assert toolchain.wrong(64, *both) == "computes wrong numbers" and toolchain.wrong(64, "forward") is None
+    assert "while a CUDA graph is captured" in toolchain.wrong(128, *both)
 
 
-@pytest.mark.parametrize("name", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["forward", "backward", "backward in order"])
 def test_a_wrong_toolchain_is_named(name, monkeypatch):
     tried = []
-    monkeypatch.setattr(toolchain, f"{name}_mistakes", lambda case, *_: tried.append(case) or torch.tensor(3))
+    monkeypatch.setitem(toolchain._MISTAKES, name, lambda case, *_: tried.append(case) or torch.tensor(3))
     verdict = toolchain._verdict(torch.device("cpu"), 64, name)
     assert tried == [case for case in CASES if case.head_dim == 64] and len(tried) == len(CASES) // 2
     assert verdict.startswith(f"computes wrong numbers in its {name} with this toolchain (triton 3.")
@@ -149,7 +150,7 @@ def test_a_wrong_toolchain_is_named(name, monkeypatch):
 
 
 def test_a_trial_is_of_real_tensors_whatever_mode_asks(monkeypatch):
-    monkeypatch.setattr(toolchain, "forward_mistakes", lambda *_: torch.zeros((), dtype=torch.int64))
+    monkeypatch.setitem(toolchain._MISTAKES, "forward", lambda *_: torch.zeros((), dtype=torch.int64))
     with FakeTensorMode():
         assert toolchain._verdict(torch.device("cpu"), 64, "forward") is None
 
@@ -157,7 +158,7 @@ def test_a_trial_is_of_real_tensors_whatever_mode_asks(monkeypatch):
 @hopper
 @pytest.mark.parametrize("head_dim", FLASH_HOPPER_HEAD_DIMS)
 def test_this_toolchain_is_right(head_dim):
-    assert toolchain.wrong(head_dim, True) is None
+    assert toolchain.wrong(head_dim, "forward", "backward", "backward in order") is None
 
 
 @hopper
@@ -168,10 +169,31 @@ def test_small_integers_are_exact_up_to_the_last_rounding(case, dtype, nan_fille
 
 
 @hopper
+@pytest.mark.parametrize("in_order", [False, True], ids=["", "in order"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [*CASES, *(case for case in LARGER if case.q_len <= MOST_QUERIES)], ids=str)
-def test_the_gradients_of_small_integers_are_exact_up_to_the_last_rounding(case, dtype, nan_filled_outputs):
-    assert backward_mistakes(case, dtype, GPU) == 0
+def test_the_gradients_of_small_integers_are_exact_up_to_the_last_rounding(case, dtype, in_order, nan_filled_outputs):
+    assert backward_mistakes(case, dtype, GPU, in_order) == 0
+
+
+@hopper
+@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_gradients_in_order_have_the_same_bits_a_thousand_times(mask, head_dim, group_size):
+    q, k, v = make_qkv(2, 2000, 2000, 4 * group_size, 4, head_dim, dtype=torch.bfloat16, device=GPU)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = ops.flash_hopper_deterministic(*leaves, MASKS[mask](2000), head_dim**-0.5)
+    dout = torch.randn_like(out)
+
+    def gradients():
+        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    first, changed = gradients(), torch.zeros((), dtype=torch.int64, device=GPU)
+    for _ in range(1000):
+        for now, before in zip(gradients(), first, strict=True):
+            changed += (now != before).sum()
+    assert changed == 0
 
 
 MASKS = {

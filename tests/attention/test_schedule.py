@@ -34,7 +34,7 @@ MASKS = {
 @pytest.fixture
 def on_python_ints(monkeypatch):
     for module in (schedule, geometry):
-        monkeypatch.setattr(module, "tl", SimpleNamespace(minimum=min, maximum=max))
+        monkeypatch.setattr(module, "tl", SimpleNamespace(minimum=min, maximum=max, cdiv=triton.cdiv))
     for name in ("block_of_step", "block_ranges", "key_bounds", "query_bounds"):
         monkeypatch.setattr(schedule, name, getattr(geometry, name).fn)
 
@@ -175,9 +175,9 @@ def test_there_is_a_launch_for_each_limit_and_a_named_barrier_for_each_use():
         assert forward.FIRST_TURN.value + rows.CONSUMERS + 2 * rows.SLOTS <= 16
         assert rows.SLOTS & (rows.SLOTS - 1) == 0
     for rows in launch.BACKWARD.values():
-        assert pipeline.FIRST_BARRIER.value >= 2 + backward.CONSUMERS.value
+        assert pipeline.FIRST_BARRIER.value >= 2 + len(rows.REGISTERS)
         assert backward.FIRST_TURN.value + 2 * backward.CONSUMERS.value <= backward.BOTH_HERE.value
-        assert backward.BOTH_HERE.value < backward.RINGS.value
+        assert backward.BOTH_HERE.value < backward.ADDED.value < backward.RINGS.value
         assert backward.RINGS.value + 2 * rows.SLOTS <= 16
         assert rows.SLOTS & (rows.SLOTS - 1) == 0
 
@@ -240,3 +240,44 @@ def test_a_tile_of_keys_visits_each_block_that_sees_it_once_and_hides_what_lies_
         shown = ((lo <= i[:, None]) & (i[:, None] < hi)).unflatten(0, (num_blocks, BLOCK_M))
         assert torch.equal(shown[masked], tile[masked])
         assert not masked or geometry.any_masked(intervals, q_len, kv_len, BLOCK_N) or q_len % BLOCK_M != 0
+
+
+@pytest.mark.parametrize("intervals", [MASKS["causal"], MASKS["full"], Intervals.window(None, 77)], ids=str)
+@pytest.mark.parametrize("lengths", [(1024, 1024), (1000, 1000), (300, 1300), (1300, 300), (1, 129)], ids=str)
+@pytest.mark.parametrize("BLOCK_M", [64, 128])
+def test_who_adds_to_a_block_in_order_are_the_tiles_from_the_last_to_the_first(
+    intervals, lengths, BLOCK_M, on_python_ints
+):
+    BLOCK_N = 128
+    q_len, kv_len = lengths
+    assert backward.can_keep_order(intervals, q_len, kv_len)
+    arguments = geometry.mask_arguments(intervals, q_len, kv_len)
+    left, right = arguments["left"], arguments["right"]
+    adders = [[] for _ in range(0, q_len, BLOCK_M)]
+    for tile, first in enumerate(range(0, kv_len, BLOCK_N)):
+        rows = (schedule.seen_by.fn(j, 0, q_len, kv_len, left, right, None) for j in (first, first + BLOCK_N - 1))
+        begin, _, _, end = geometry.block_ranges.fn(*itertools.chain(*rows), BLOCK_M)
+        for block in range(begin, end):
+            adders[block].insert(0, tile)
+    for block, tiles in enumerate(adders):
+        last_query = min(block * BLOCK_M + BLOCK_M, q_len) - 1
+        last_tile = schedule.last_key_tile.fn(last_query, q_len, kv_len, left, right, BLOCK_N)
+        assert tiles == list(range(last_tile, -1, -1))
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_tiles_of_keys_go_by_heads_from_the_first_to_the_last_or_the_other_way(last_first, on_python_ints, monkeypatch):
+    program = [0]
+    monkeypatch.setattr(schedule, "gl", SimpleNamespace(cdiv=triton.cdiv, program_id=lambda axis: program[axis]))
+    monkeypatch.setattr(schedule, "seen_by", schedule.seen_by.fn)
+    mask = (300, 300, 300, 0, None)
+    found = [schedule.key_tile.fn(3, mask, 128, 64, last_first)[:3] for program[0] in range(2 * 3 * 3)]
+    firsts = (256, 128, 0) if last_first else (0, 128, 256)
+    assert found == [(b, h, first) for b in range(2) for h in range(3) for first in firsts]
+
+
+def test_an_order_is_not_kept_where_a_mask_ends_to_the_left():
+    causal = Intervals.causal()
+    assert not backward.can_keep_order(Intervals.window(99, 0), 1000, 1000)
+    assert backward.can_keep_order(Intervals.window(99, 0), 100, 100)
+    assert not backward.can_keep_order(causal.in_documents(torch.zeros(1, 9, dtype=torch.int32)), 9, 9)

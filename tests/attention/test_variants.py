@@ -276,8 +276,8 @@ def test_a_trial_is_no_part_of_a_compiled_call(dynamic, monkeypatch):
     tried = []
 
     @torch.compiler.assume_constant_result
-    def trial(head_dim, needs_backward):
-        tried.append((head_dim, needs_backward))
+    def trial(head_dim, *passes):
+        tried.append((head_dim, *passes))
         return None if torch.arange(3).sum().item() == 3 else "counts wrong"
 
     torch._dynamo.reset()
@@ -288,8 +288,10 @@ def test_a_trial_is_no_part_of_a_compiled_call(dynamic, monkeypatch):
     for head_dim in (16, 32, 72, 128):
         inputs = make_qkv(1, 4, 4, 2, 2, head_dim)
         torch.testing.assert_close(compiled(*inputs, Intervals.causal()), attention(*inputs, Intervals.causal()))
-    compiled(*(x.requires_grad_() for x in inputs), Intervals.causal())
-    assert set(tried) == {(64, False), (128, False), (128, True)}
+    for deterministic in (False, True):
+        compiled(*(x.requires_grad_() for x in inputs), Intervals.causal(), deterministic=deterministic)
+    both = ("forward", "backward"), ("forward", "backward in order")
+    assert set(tried) == {(64, "forward"), (128, "forward"), *((128, *passes) for passes in both)}
 
 
 def test_auto_refuses_what_no_variant_serves():

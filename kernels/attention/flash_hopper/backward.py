@@ -6,16 +6,19 @@ are operands of dV and dK in the registers where they were made; S starts at -LS
 subtractions. dQ alone needs dS in shared memory, and that of the other warpgroup too. It is made a block later, when
 both were stored long ago: so neither waits for the other, and they drift apart until one takes exponentials while the
 other multiplies. dS stays in units of P * dP, which fp16 holds; the softmax scale is applied in fp32 at the end. dK and
-dV have the same bits every run. What a tile gives to dQ is added up in global memory, in fp32 and in no fixed order.
+dV have the same bits every run. What a tile gives to dQ is added up in global memory, in fp32: in no fixed order, or,
+for the same bits every run, in that from the last tile that sees a block to the first.
 Source: FlashAttention-3 (arXiv:2407.08608) and its backward; ThunderKittens (arXiv:2410.20399) for where S starts.
 """
 
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -26,7 +29,7 @@ from ..intervals import Intervals
 from ..softcap import cap_gradient, cap_scores, score_units
 from ..views import VARYING, addressable
 from . import query_rows
-from .accumulators import add_piece
+from .accumulators import add_piece, next_at, pass_to
 from .launch import BACKWARD, ROWS, columns_of, numbers_view, view
 from .masks import inside_or
 from .pipeline import (
@@ -34,12 +37,15 @@ from .pipeline import (
     fetch,
     fetch_with_numbers,
     give_turn,
+    hear,
     make_ring,
+    mbarriers,
     meet,
     numbers_at,
     numbers_of,
     release,
     resident,
+    say,
     take_turn,
     wait_for,
 )
@@ -49,20 +55,21 @@ from .schedule import block_at, key_tile, seen_by
 # Warpgroups that compute.
 CONSUMERS: gl.constexpr = gl.constexpr(2)
 
-# Named barriers: two turns for each warpgroup, one of both, then those of the rings.
+# Named barriers: two turns for each warpgroup, two of both, then those of the rings.
 FIRST_TURN: gl.constexpr = FIRST_BARRIER
 BOTH_HERE: gl.constexpr = gl.constexpr(FIRST_TURN.value + 2 * CONSUMERS.value)
-RINGS: gl.constexpr = gl.constexpr(BOTH_HERE.value + 1)
+ADDED: gl.constexpr = gl.constexpr(BOTH_HERE.value + 1)
+RINGS: gl.constexpr = gl.constexpr(ADDED.value + 1)
 
 
 @gluon.jit
-def _load(problem, rings, numbers, inputs, BLOCK_M: gl.constexpr):
+def _load(problem, rings, numbers, inputs, BLOCK_M: gl.constexpr, IN_ORDER: gl.constexpr):
     """The loading warp: K and V of the tile, then Q and dO of each block with what its rows start with."""
     num_kv_heads, group_size, mask, padded_len, scale, scale_log2e, cap = problem
     k_ring, v_ring, q_ring, dout_ring = rings
     s_starts, dp_starts = numbers
     k, v, q, dout, s_start, dp_start = inputs
-    b, h_kv, first, blocks = key_tile(num_kv_heads, mask, CONSUMERS * ROWS, BLOCK_M)
+    b, h_kv, first, blocks = key_tile(num_kv_heads, mask, CONSUMERS * ROWS, BLOCK_M, IN_ORDER)
     fetch(k_ring, 0, k, b, h_kv, first, CONSUMERS)
     fetch(v_ring, 0, v, b, h_kv, first, CONSUMERS)
     begin, _, _, end = blocks
@@ -102,15 +109,54 @@ def _dq_of(n, k_ring, ds_buffers, CONSUMER: gl.constexpr, BY_ROWS: gl.constexpr)
 
 
 @gluon.jit
-def _add_dq(dq_MD, dq_sum, place, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Adds this warpgroup's half of a block's dQ to the sum of the rows from `place` on."""
+def _add_dq(n, dq_MD, dq, place, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, IN_ORDER: gl.constexpr):
+    """Adds this warpgroup's half of use n's dQ to the sum of the rows from `place` on, in order or at once."""
+    dq_sum, may_add = dq
+    if IN_ORDER:
+        mbarrier.wait(may_add, n & 1)
     add_piece(dq_sum, place // BLOCK_M * CONSUMERS + CONSUMER, dq_MD)
+    if IN_ORDER:
+        say(ADDED, CONSUMERS)
+
+
+@gluon.jit
+def _keep_order(problem, may_add, dq_next, BLOCK_M: gl.constexpr):
+    """The warp that waits until the tile is the next to add to a block's dQ, and lets the one before be it then; idle
+    where there is no order.
+
+    It looks at the block after while the warpgroups add, so as to be back before they want to add again.
+    """
+    num_kv_heads, group_size, mask, padded_len, scale, scale_log2e, cap = problem
+    if dq_next is not None:
+        b, h_kv, first, blocks = key_tile(num_kv_heads, mask, CONSUMERS * ROWS, BLOCK_M, True)
+        tile = first // (CONSUMERS * ROWS)
+        begin, _, _, end = blocks
+        uses = group_size * (end - begin)
+        first_head = (b * num_kv_heads + h_kv) * group_size
+        next_ptr, next_tile = _next_of(0, dq_next, first_head, padded_len // BLOCK_M, blocks), tile + 1
+        for n in range(uses):
+            while next_tile != tile:
+                next_tile = next_at(next_ptr)
+            mbarrier.arrive(may_add)
+            ptr_after = _next_of(tl.minimum(n + 1, uses - 1), dq_next, first_head, padded_len // BLOCK_M, blocks)
+            next_tile = next_at(ptr_after)
+            hear(ADDED, CONSUMERS)
+            pass_to(next_ptr, tile - 1)
+            next_ptr = ptr_after
+
+
+@gluon.jit
+def _next_of(n, dq_next, first_head, blocks_of_head, blocks):
+    """Where it says which tile is the next to add to the block of use n."""
+    begin, _, _, end = blocks
+    visits = tl.maximum(end - begin, 1)
+    return dq_next + ((first_head + n // visits) * blocks_of_head + block_at(n % visits, blocks))
 
 
 @gluon.jit
 def _add_queries(
-    state, problem, rings, numbers, ds_buffers, dq_sum, head_place, blocks, lo_N, hi_N,
-    MASKED: gl.constexpr, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr,
+    state, problem, rings, numbers, ds_buffers, dq, head_place, blocks, lo_N, hi_N,
+    MASKED: gl.constexpr, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, IN_ORDER: gl.constexpr,
 ):  # fmt: skip
     """Adds to dK and dV what a head's query blocks give, those that need a mask, or the free, and to dQ what the block
     before each gives."""
@@ -157,7 +203,7 @@ def _add_queries(
         dq_MD = warpgroup_mma_wait(1, (dq_MD,))
         give_turn(_turn(count + 1), CONSUMER, CONSUMERS)
         if count > 0:
-            _add_dq(dq_MD, dq_sum, place_before, CONSUMER, BLOCK_M)
+            _add_dq(count - 1, dq_MD, dq, place_before, CONSUMER, BLOCK_M, IN_ORDER)
         dk_ND = warpgroup_mma_wait(0, (dk_ND, ds_operand))[0]
         release(q_ring, count, CONSUMERS)
         place_before = head_place + i
@@ -168,14 +214,14 @@ def _add_queries(
 @gluon.jit
 def _compute(
     problem, rings, numbers, ds_buffers, outputs,
-    CONSUMER: gl.constexpr, ANY_MASKED: gl.constexpr, BLOCK_M: gl.constexpr,
+    CONSUMER: gl.constexpr, ANY_MASKED: gl.constexpr, BLOCK_M: gl.constexpr, IN_ORDER: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dK and dV of its 64 keys, summed over the group in fp32, and what the tile gives to dQ."""
     num_kv_heads, group_size, mask, padded_len, scale, scale_log2e, cap = problem
     k_ring, v_ring, q_ring, dout_ring = rings
-    dk, dv, dq_sum = outputs
+    dk, dv, dq = outputs
     KEYS: gl.constexpr = gl.SliceLayout(1, zeros(BLOCK_M).type.layout)
-    b, h_kv, tile_first, blocks = key_tile(num_kv_heads, mask, CONSUMERS * ROWS, BLOCK_M)
+    b, h_kv, tile_first, blocks = key_tile(num_kv_heads, mask, CONSUMERS * ROWS, BLOCK_M, IN_ORDER)
     first = tile_first + CONSUMER * ROWS
     lo_N, hi_N = seen_by(first + gl.arange(0, ROWS, KEYS), b, *mask)
     give_turn(_turn(0), CONSUMER, CONSUMERS)
@@ -185,12 +231,12 @@ def _compute(
         head_place = (b * num_kv_heads * group_size + h_kv * group_size + member) * padded_len
         if ANY_MASKED:
             state = _add_queries(
-                state, problem, rings, numbers, ds_buffers, dq_sum, head_place, blocks, lo_N, hi_N,
-                True, CONSUMER, BLOCK_M,
+                state, problem, rings, numbers, ds_buffers, dq, head_place, blocks, lo_N, hi_N,
+                True, CONSUMER, BLOCK_M, IN_ORDER,
             )  # fmt: skip
         state = _add_queries(
-            state, problem, rings, numbers, ds_buffers, dq_sum, head_place, blocks, lo_N, hi_N,
-            False, CONSUMER, BLOCK_M,
+            state, problem, rings, numbers, ds_buffers, dq, head_place, blocks, lo_N, hi_N,
+            False, CONSUMER, BLOCK_M, IN_ORDER,
         )  # fmt: skip
 
     dk_ND, dv_ND, place, count = state
@@ -198,7 +244,7 @@ def _compute(
     if count > 0:
         BY_ROWS: gl.constexpr = BLOCK_M == CONSUMERS * ROWS
         dq_MD = _dq_of(count + 1, k_ring, ds_buffers, CONSUMER, BY_ROWS)
-        _add_dq(warpgroup_mma_wait(0, (dq_MD,)), dq_sum, place, CONSUMER, BLOCK_M)
+        _add_dq(count - 1, warpgroup_mma_wait(0, (dq_MD,)), dq, place, CONSUMER, BLOCK_M, IN_ORDER)
     # Until here the other warpgroup may read this one's keys for dQ.
     meet(BOTH_HERE, CONSUMERS)
     k_ND.store((dk_ND * scale).to(dk.dtype))
@@ -211,12 +257,15 @@ def _compute(
 
 @gluon.jit(do_not_specialize=VARYING)
 def _bwd_kernel(
-    k, v, q, dout, s_start, dp_start, dk, dv, dq_sum, scale, scale_log2e, cap,
+    k, v, q, dout, s_start, dp_start, dk, dv, dq_sum, dq_next, scale, scale_log2e, cap,
     q_len, kv_len, num_kv_heads, group_size, padded_len, left, right, bounds,
     BLOCK_M: gl.constexpr, SLOTS: gl.constexpr, NAMED: gl.constexpr, REGISTERS: gl.constexpr,
     ANY_MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Writes one tile of dk and dv, and adds to dq_sum. Grid (batch * KV heads * key tiles,)."""
+    """Writes one tile of dk and dv, and adds to dq_sum; where dq_next says which tile is next to, in that order.
+
+    Grid (batch * KV heads * key tiles,), whose programs must start in the order of their numbers if there is one.
+    """
     k_ring = make_ring(k, 1, CONSUMERS, CONSUMERS, None)
     v_ring = make_ring(v, 1, CONSUMERS, CONSUMERS, None)
     q_ring = make_ring(q, SLOTS, 1, CONSUMERS, RINGS if NAMED else None)
@@ -229,37 +278,50 @@ def _bwd_kernel(
     mask = (q_len, kv_len, left, right, bounds)
     problem = (num_kv_heads, group_size, mask, padded_len, scale, scale_log2e, cap)
     inputs = (k, v, q, dout, s_start, dp_start)
-    outputs = (dk, dv, dq_sum)
+    IN_ORDER: gl.constexpr = dq_next is not None
+    may_add = mbarriers(1, 1).index(0)
+    outputs = (dk, dv, (dq_sum, may_add))
     gl.warp_specialize(
         [
-            (_compute, (problem, rings, numbers, ds_buffers, outputs, 0, ANY_MASKED, BLOCK_M)),
-            (_compute, (problem, rings, numbers, ds_buffers, outputs, 1, ANY_MASKED, BLOCK_M)),
-            (_load, (problem, rings, numbers, inputs, BLOCK_M)),
+            (_compute, (problem, rings, numbers, ds_buffers, outputs, 0, ANY_MASKED, BLOCK_M, IN_ORDER)),
+            (_compute, (problem, rings, numbers, ds_buffers, outputs, 1, ANY_MASKED, BLOCK_M, IN_ORDER)),
+            (_load, (problem, rings, numbers, inputs, BLOCK_M, IN_ORDER)),
+            (_keep_order, (problem, may_add, dq_next, BLOCK_M)),
         ],
-        [4, 1],
+        [4, 1, 1],
         REGISTERS,
     )
 
 
+def can_keep_order(intervals: Intervals, q_len: int, kv_len: int) -> bool:
+    """Whether tiles can add to dQ in order without one waiting for the end of another.
+
+    It would where a mask ends to the left: a tile visits first what it sees in part, so the block there too, to which
+    those behind it add in the end.
+    """
+    return intervals.bounds is None and intervals.at(q_len, kv_len).left is None
+
+
 def backward(
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor,
-    v: Tensor, out: Tensor, lse: Tensor, intervals: Intervals, scale: float, softcap: float,
+    v: Tensor, out: Tensor, lse: Tensor, intervals: Intervals, scale: float, softcap: float, in_order: bool = False,
 ) -> None:  # fmt: skip
     """Writes dq, dk and dv, addressable, like q, k and v, those that are not None; one kernel makes all three.
 
-    out and lse are the forward's, contiguous, dlse is the gradient of the natural-log LSE (B, Hq, Sq).
+    out and lse are the forward's, contiguous, dlse is the gradient of the natural-log LSE (B, Hq, Sq). With `in_order`,
+    under masks that `can_keep_order`, all have the same bits every run.
     """
     dq, dk, dv = (x.new_empty(x.shape) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv)))
     if k.shape[1] == 0 or out.numel() == 0:
         for x in (dq, dk, dv):
             x.zero_()
     else:
-        _launch(dq, dk, dv, dout, dlse, q, k, v, out, lse, intervals, scale, softcap)
+        _launch(dq, dk, dv, dout, dlse, q, k, v, out, lse, intervals, scale, softcap, in_order)
 
 
 def _launch(
     dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, intervals: Intervals, scale: float, softcap: float,
+    lse: Tensor, intervals: Intervals, scale: float, softcap: float, in_order: bool,
 ) -> None:  # fmt: skip
     batch, q_len, num_q_heads, head_dim = q.shape
     kv_len, num_kv_heads = k.shape[1:3]
@@ -269,18 +331,19 @@ def _launch(
     launch = BACKWARD[columns]
     keys = CONSUMERS.value * ROWS.value
     units = score_units(scale, softcap)
-    s_start, dp_start, dq_sum = query_rows.start(
-        out, dout, lse, dlse.contiguous(), columns, launch.BLOCK_M, **units
+    mask = mask_arguments(intervals, q_len, kv_len)
+    s_start, dp_start, dq_sum, dq_next = query_rows.start(
+        out, dout, lse, dlse.contiguous(), columns, launch.BLOCK_M, keys, kv_len, mask, **units, in_order=in_order
     )
     _bwd_kernel[(batch * num_kv_heads * triton.cdiv(kv_len, keys),)](
         view(k, ROWS.value, columns), view(v, ROWS.value),
         view(q, launch.BLOCK_M, columns), view(dout, launch.BLOCK_M),
         *(numbers_view(x, launch.BLOCK_M) for x in (s_start, dp_start)),
         view(dk, ROWS.value, columns), view(dv, ROWS.value),
-        dq_sum,
+        dq_sum, dq_next,
         scale, **units, q_len=q_len, kv_len=kv_len, num_kv_heads=num_kv_heads,
         group_size=num_q_heads // num_kv_heads, padded_len=s_start.shape[-1],
-        **mask_arguments(intervals, q_len, kv_len),
+        **mask,
         ANY_MASKED=any_masked(intervals, q_len, kv_len, keys) or q_len % launch.BLOCK_M != 0,
         **vars(launch), num_warps=4,
     )  # fmt: skip

@@ -85,8 +85,8 @@ class BackwardLaunch:
 
 # columns of Q's and V's blocks, the more of them -> how to launch
 BACKWARD = {
-    64: BackwardLaunch(128, 2, NAMED=True, REGISTERS=(240, 24), maxnreg=168),
-    128: BackwardLaunch(64, 2, NAMED=True, REGISTERS=(240, 24), maxnreg=168),
+    64: BackwardLaunch(128, 2, NAMED=True, REGISTERS=(240, 24, 24), maxnreg=168),
+    128: BackwardLaunch(64, 2, NAMED=True, REGISTERS=(240, 24, 24), maxnreg=168),
 }
 
 

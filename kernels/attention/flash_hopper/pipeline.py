@@ -44,12 +44,13 @@ def room_for_messages(ring):
 def make_ring(desc, SLOTS: gl.constexpr, COPIES: gl.constexpr, CONSUMERS: gl.constexpr, NAMED: gl.constexpr):
     """A ring whose slots hold COPIES blocks of a descriptor; NAMED is its first named barrier, None for mbarriers."""
     buffers = tiles_of(desc, SLOTS * COPIES)
-    landed = _mbarriers(SLOTS, 1)
-    return buffers, landed, _mbarriers(SLOTS, CONSUMERS) if NAMED is None else NAMED
+    landed = mbarriers(SLOTS, 1)
+    return buffers, landed, mbarriers(SLOTS, CONSUMERS) if NAMED is None else NAMED
 
 
 @gluon.jit
-def _mbarriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
+def mbarriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
+    """So many, each for so many arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(barriers.index(slot), ARRIVALS)
@@ -202,6 +203,18 @@ def message_at(messages, n):
 def meet(barrier, CONSUMERS: gl.constexpr):
     """Waits until all computing warpgroups are here."""
     _sync(barrier, 4 * CONSUMERS)
+
+
+@gluon.jit
+def say(barrier, CONSUMERS: gl.constexpr):
+    """A computing warpgroup: tells the one warp that hears, and goes on."""
+    _arrive(barrier, 4 * CONSUMERS + 1)
+
+
+@gluon.jit
+def hear(barrier, CONSUMERS: gl.constexpr):
+    """That warp: waits until all computing warpgroups have said so."""
+    _sync(barrier, 4 * CONSUMERS + 1)
 
 
 @gluon.jit

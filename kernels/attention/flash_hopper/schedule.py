@@ -12,6 +12,7 @@ import heapq
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -145,18 +146,30 @@ def query_tile(
 
 
 @gluon.jit
-def key_tile(num_kv_heads, mask, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr):
+def key_tile(num_kv_heads, mask, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, LAST_FIRST: gl.constexpr = False):
     """The program's tile of keys: batch row, KV head, first key, and the blocks of queries that it visits, if any.
 
     A program for each tile, head by head, so that what the tiles of a head share stays in L2; in each head from the
-    first tile, the longest if causal, to the last.
+    first tile, the longest if causal, to the last. LAST_FIRST is the other way round, so that a tile may wait for those
+    behind it, whose programs started before.
     """
     kv_len = mask[1]
     num_tiles = gl.cdiv(kv_len, BLOCK_N)
-    batch_head, first = gl.program_id(0) // num_tiles, gl.program_id(0) % num_tiles * BLOCK_N
+    batch_head, tile = gl.program_id(0) // num_tiles, gl.program_id(0) % num_tiles
+    first = (num_tiles - 1 - tile if LAST_FIRST else tile) * BLOCK_N
     b, h_kv = batch_head // num_kv_heads, batch_head % num_kv_heads
     blocks = block_ranges(*seen_by(first, b, *mask), *seen_by(first + BLOCK_N - 1, b, *mask), BLOCK_M)
     return b, h_kv, first, blocks
+
+
+@triton.jit
+def last_key_tile(last_query, q_len, kv_len, left, right, BLOCK_N: tl.constexpr):
+    """The last tile of keys that visits the block of queries which ends with this one; -1 if none does.
+
+    The mask has no bounds. If there is none to the left either, the tiles before it all visit that block too.
+    """
+    lo, hi = key_bounds(last_query, 0, q_len, kv_len, left, right, None)
+    return tl.cdiv(hi, BLOCK_N) - 1
 
 
 @gluon.jit

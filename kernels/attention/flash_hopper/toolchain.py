@@ -5,6 +5,8 @@ A ptxas before CUDA 13.3 may overwrite registers that an asynchronous WGMMA stil
 last rounding (exact_problems.py).
 """
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -18,17 +20,17 @@ ROWS = 16
 _verdicts: dict[tuple[int, int, str], str | None] = {}
 
 
-def wrong(head_dim: int, needs_backward: bool) -> str | None:
+def wrong(head_dim: int, *passes: str) -> str | None:
     """Why "auto" must not take flash_hopper in this process, as the end of a sentence that begins with its name.
 
-    Tries the forward, and the backward where that is needed, on the current device when first asked there about one of
+    Tries the passes named, of _MISTAKES, on the current device when first asked there about one of
     FLASH_HOPPER_HEAD_DIMS: some twenty seconds where the forward's kernels are not compiled yet, and six for the
     backward's. None where all is right, and on a device that it does not run on.
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return None
     device = torch.cuda.current_device()
-    for name in ("forward", "backward") if needs_backward else ("forward",):
+    for name in passes:
         tried = device, head_dim, name
         if tried not in _verdicts:
             if torch.cuda.is_current_stream_capturing():
@@ -40,10 +42,10 @@ def wrong(head_dim: int, needs_backward: bool) -> str | None:
 
 
 def _verdict(device: torch.device, head_dim: int, name: str) -> str | None:
-    mistakes = {"forward": forward_mistakes, "backward": backward_mistakes}[name]
     # On real tensors, whatever mode asks: a call that is exported sees none.
     with _disable_current_modes():
-        wrong_numbers = sum(mistakes(case, torch.bfloat16, device) for case in CASES if case.head_dim == head_dim)
+        cases = [case for case in CASES if case.head_dim == head_dim]
+        wrong_numbers = sum(_MISTAKES[name](case, torch.bfloat16, device) for case in cases)
         if wrong_numbers == 0:
             return None
     import triton
@@ -65,7 +67,7 @@ def forward_mistakes(case: Case, dtype: torch.dtype, device: torch.device) -> Te
     return _misrounded(out, right_out) + (~((lse - right_lse).abs() <= 1e-5)).sum()
 
 
-def backward_mistakes(case: Case, dtype: torch.dtype, device: torch.device) -> Tensor:
+def backward_mistakes(case: Case, dtype: torch.dtype, device: torch.device, in_order: bool = False) -> Tensor:
     """How many numbers of dq, dk and dv the backward gets wrong, by more than a rounding to `dtype`."""
     from .backward import backward
 
@@ -74,8 +76,15 @@ def backward_mistakes(case: Case, dtype: torch.dtype, device: torch.device) -> T
     dlse, lse = (_rows(x, torch.float32) for x in (exact.dlse, exact.lse))
     found = [x.new_empty(x.shape) for x in (q, k, v)]
     with torch.no_grad():
-        backward(*found, dout, dlse, q, k, v, out, lse, case.intervals, SCALE, 0.0)
+        backward(*found, dout, dlse, q, k, v, out, lse, case.intervals, SCALE, 0.0, in_order=in_order)
     return sum(_misrounded(x, right) for x, right in zip(found, (exact.dq, exact.dk, exact.dv), strict=True))
+
+
+_MISTAKES = {
+    "forward": forward_mistakes,
+    "backward": backward_mistakes,
+    "backward in order": functools.partial(backward_mistakes, in_order=True),
+}
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
