@@ -265,15 +265,25 @@ def test_who_adds_to_a_block_in_order_are_the_tiles_from_the_last_to_the_first(
         assert tiles == list(range(last_tile, -1, -1))
 
 
-@pytest.mark.parametrize("last_first", [False, True])
-def test_tiles_of_keys_go_by_heads_from_the_first_to_the_last_or_the_other_way(last_first, on_python_ints, monkeypatch):
-    program = [0]
-    monkeypatch.setattr(schedule, "gl", SimpleNamespace(cdiv=triton.cdiv, program_id=lambda axis: program[axis]))
+@pytest.mark.parametrize(
+    ("heads_at_once", "heads", "firsts"),
+    [
+        (None, [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], [0, 128, 256] * 4),
+        (1, [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], [256, 128, 0] * 4),
+        (3, [0, 1, 2] * 3 + [3] * 3, [256] * 3 + [128] * 3 + [0] * 3 + [256, 128, 0]),
+        (9, [0, 1, 2, 3] * 3, [256] * 4 + [128] * 4 + [0] * 4),
+    ],
+)
+def test_tiles_of_keys_go_head_by_head_or_by_turns_from_the_last_to_the_first(
+    heads_at_once, heads, firsts, on_python_ints, monkeypatch
+):
+    program, num_programs = [0], 2 * 2 * 3
+    device = {"program_id": lambda axis: program[axis], "num_programs": lambda axis: num_programs}
+    monkeypatch.setattr(schedule, "gl", SimpleNamespace(cdiv=triton.cdiv, **device))
     monkeypatch.setattr(schedule, "seen_by", schedule.seen_by.fn)
     mask = (300, 300, 300, 0, None)
-    found = [schedule.key_tile.fn(3, mask, 128, 64, last_first)[:3] for program[0] in range(2 * 3 * 3)]
-    firsts = (256, 128, 0) if last_first else (0, 128, 256)
-    assert found == [(b, h, first) for b in range(2) for h in range(3) for first in firsts]
+    found = [schedule.key_tile.fn(2, heads_at_once, mask, 128, 64)[:3] for program[0] in range(num_programs)]
+    assert found == [(head // 2, head % 2, first) for head, first in zip(heads, firsts, strict=True)]
 
 
 def test_an_order_is_not_kept_where_a_mask_ends_to_the_left():

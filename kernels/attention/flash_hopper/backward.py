@@ -11,6 +11,7 @@ for the same bits every run, in that from the last tile that sees a block to the
 Source: FlashAttention-3 (arXiv:2407.08608) and its backward; ThunderKittens (arXiv:2410.20399) for where S starts.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..geometry import any_masked, block_of_step, mask_arguments, steps
 from ..intervals import Intervals
 from ..softcap import cap_gradient, cap_scores, score_units
+from ..tiles import num_sms
 from ..views import VARYING, addressable
 from . import query_rows
 from .accumulators import add_piece, next_at, pass_to
@@ -63,13 +65,13 @@ RINGS: gl.constexpr = gl.constexpr(ADDED.value + 1)
 
 
 @gluon.jit
-def _load(problem, rings, numbers, inputs, BLOCK_M: gl.constexpr, IN_ORDER: gl.constexpr):
+def _load(problem, rings, numbers, inputs, BLOCK_M: gl.constexpr):
     """The loading warp: K and V of the tile, then Q and dO of each block with what its rows start with."""
-    num_kv_heads, group_size, mask, padded_len, scale, scale_log2e, cap = problem
+    num_kv_heads, heads_at_once, group_size, mask, padded_len, scale, scale_log2e, cap = problem
     k_ring, v_ring, q_ring, dout_ring = rings
     s_starts, dp_starts = numbers
     k, v, q, dout, s_start, dp_start = inputs
-    b, h_kv, first, blocks = key_tile(num_kv_heads, mask, CONSUMERS * ROWS, BLOCK_M, IN_ORDER)
+    b, h_kv, first, blocks = key_tile(num_kv_heads, heads_at_once, mask, CONSUMERS * ROWS, BLOCK_M)
     fetch(k_ring, 0, k, b, h_kv, first, CONSUMERS)
     fetch(v_ring, 0, v, b, h_kv, first, CONSUMERS)
     begin, _, _, end = blocks
@@ -109,26 +111,27 @@ def _dq_of(n, k_ring, ds_buffers, CONSUMER: gl.constexpr, BY_ROWS: gl.constexpr)
 
 
 @gluon.jit
-def _add_dq(n, dq_MD, dq, place, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, IN_ORDER: gl.constexpr):
+def _add_dq(n, dq_MD, dq, place, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr):
     """Adds this warpgroup's half of use n's dQ to the sum of the rows from `place` on, in order or at once."""
-    dq_sum, may_add = dq
-    if IN_ORDER:
+    dq_sum, dq_next, may_add = dq
+    if dq_next is not None:
         mbarrier.wait(may_add, n & 1)
     add_piece(dq_sum, place // BLOCK_M * CONSUMERS + CONSUMER, dq_MD)
-    if IN_ORDER:
+    if dq_next is not None:
         say(ADDED, CONSUMERS)
 
 
 @gluon.jit
-def _keep_order(problem, may_add, dq_next, BLOCK_M: gl.constexpr):
+def _keep_order(problem, dq, BLOCK_M: gl.constexpr):
     """The warp that waits until the tile is the next to add to a block's dQ, and lets the one before be it then; idle
     where there is no order.
 
     It looks at the block after while the warpgroups add, so as to be back before they want to add again.
     """
-    num_kv_heads, group_size, mask, padded_len, scale, scale_log2e, cap = problem
+    num_kv_heads, heads_at_once, group_size, mask, padded_len, scale, scale_log2e, cap = problem
+    dq_sum, dq_next, may_add = dq
     if dq_next is not None:
-        b, h_kv, first, blocks = key_tile(num_kv_heads, mask, CONSUMERS * ROWS, BLOCK_M, True)
+        b, h_kv, first, blocks = key_tile(num_kv_heads, heads_at_once, mask, CONSUMERS * ROWS, BLOCK_M)
         tile = first // (CONSUMERS * ROWS)
         begin, _, _, end = blocks
         uses = group_size * (end - begin)
@@ -156,11 +159,11 @@ def _next_of(n, dq_next, first_head, blocks_of_head, blocks):
 @gluon.jit
 def _add_queries(
     state, problem, rings, numbers, ds_buffers, dq, head_place, blocks, lo_N, hi_N,
-    MASKED: gl.constexpr, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, IN_ORDER: gl.constexpr,
+    MASKED: gl.constexpr, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """Adds to dK and dV what a head's query blocks give, those that need a mask, or the free, and to dQ what the block
     before each gives."""
-    num_kv_heads, group_size, mask, padded_len, scale, scale_log2e, cap = problem
+    num_kv_heads, heads_at_once, group_size, mask, padded_len, scale, scale_log2e, cap = problem
     k_ring, v_ring, q_ring, dout_ring = rings
     s_starts, dp_starts = numbers
     dk_ND, dv_ND, place_before, count = state
@@ -203,7 +206,7 @@ def _add_queries(
         dq_MD = warpgroup_mma_wait(1, (dq_MD,))
         give_turn(_turn(count + 1), CONSUMER, CONSUMERS)
         if count > 0:
-            _add_dq(count - 1, dq_MD, dq, place_before, CONSUMER, BLOCK_M, IN_ORDER)
+            _add_dq(count - 1, dq_MD, dq, place_before, CONSUMER, BLOCK_M)
         dk_ND = warpgroup_mma_wait(0, (dk_ND, ds_operand))[0]
         release(q_ring, count, CONSUMERS)
         place_before = head_place + i
@@ -214,14 +217,14 @@ def _add_queries(
 @gluon.jit
 def _compute(
     problem, rings, numbers, ds_buffers, outputs,
-    CONSUMER: gl.constexpr, ANY_MASKED: gl.constexpr, BLOCK_M: gl.constexpr, IN_ORDER: gl.constexpr,
+    CONSUMER: gl.constexpr, ANY_MASKED: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """A computing warpgroup: dK and dV of its 64 keys, summed over the group in fp32, and what the tile gives to dQ."""
-    num_kv_heads, group_size, mask, padded_len, scale, scale_log2e, cap = problem
+    num_kv_heads, heads_at_once, group_size, mask, padded_len, scale, scale_log2e, cap = problem
     k_ring, v_ring, q_ring, dout_ring = rings
     dk, dv, dq = outputs
     KEYS: gl.constexpr = gl.SliceLayout(1, zeros(BLOCK_M).type.layout)
-    b, h_kv, tile_first, blocks = key_tile(num_kv_heads, mask, CONSUMERS * ROWS, BLOCK_M, IN_ORDER)
+    b, h_kv, tile_first, blocks = key_tile(num_kv_heads, heads_at_once, mask, CONSUMERS * ROWS, BLOCK_M)
     first = tile_first + CONSUMER * ROWS
     lo_N, hi_N = seen_by(first + gl.arange(0, ROWS, KEYS), b, *mask)
     give_turn(_turn(0), CONSUMER, CONSUMERS)
@@ -232,11 +235,11 @@ def _compute(
         if ANY_MASKED:
             state = _add_queries(
                 state, problem, rings, numbers, ds_buffers, dq, head_place, blocks, lo_N, hi_N,
-                True, CONSUMER, BLOCK_M, IN_ORDER,
+                True, CONSUMER, BLOCK_M,
             )  # fmt: skip
         state = _add_queries(
             state, problem, rings, numbers, ds_buffers, dq, head_place, blocks, lo_N, hi_N,
-            False, CONSUMER, BLOCK_M, IN_ORDER,
+            False, CONSUMER, BLOCK_M,
         )  # fmt: skip
 
     dk_ND, dv_ND, place, count = state
@@ -244,7 +247,7 @@ def _compute(
     if count > 0:
         BY_ROWS: gl.constexpr = BLOCK_M == CONSUMERS * ROWS
         dq_MD = _dq_of(count + 1, k_ring, ds_buffers, CONSUMER, BY_ROWS)
-        _add_dq(count - 1, warpgroup_mma_wait(0, (dq_MD,)), dq, place, CONSUMER, BLOCK_M, IN_ORDER)
+        _add_dq(count - 1, warpgroup_mma_wait(0, (dq_MD,)), dq, place, CONSUMER, BLOCK_M)
     # Until here the other warpgroup may read this one's keys for dQ.
     meet(BOTH_HERE, CONSUMERS)
     k_ND.store((dk_ND * scale).to(dk.dtype))
@@ -255,10 +258,10 @@ def _compute(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=VARYING)
+@gluon.jit(do_not_specialize=(*VARYING, "heads_at_once"))
 def _bwd_kernel(
     k, v, q, dout, s_start, dp_start, dk, dv, dq_sum, dq_next, scale, scale_log2e, cap,
-    q_len, kv_len, num_kv_heads, group_size, padded_len, left, right, bounds,
+    q_len, kv_len, num_kv_heads, heads_at_once, group_size, padded_len, left, right, bounds,
     BLOCK_M: gl.constexpr, SLOTS: gl.constexpr, NAMED: gl.constexpr, REGISTERS: gl.constexpr,
     ANY_MASKED: gl.constexpr,
 ):  # fmt: skip
@@ -276,17 +279,16 @@ def _bwd_kernel(
     ds_buffers = gl.allocate_shared_memory(k.dtype, [2 * CONSUMERS, ROWS, BLOCK_M], DS_LAYOUT)
     fence_async_shared()
     mask = (q_len, kv_len, left, right, bounds)
-    problem = (num_kv_heads, group_size, mask, padded_len, scale, scale_log2e, cap)
+    problem = (num_kv_heads, heads_at_once, group_size, mask, padded_len, scale, scale_log2e, cap)
     inputs = (k, v, q, dout, s_start, dp_start)
-    IN_ORDER: gl.constexpr = dq_next is not None
-    may_add = mbarriers(1, 1).index(0)
-    outputs = (dk, dv, (dq_sum, may_add))
+    dq = (dq_sum, dq_next, mbarriers(1, 1).index(0))
+    outputs = (dk, dv, dq)
     gl.warp_specialize(
         [
-            (_compute, (problem, rings, numbers, ds_buffers, outputs, 0, ANY_MASKED, BLOCK_M, IN_ORDER)),
-            (_compute, (problem, rings, numbers, ds_buffers, outputs, 1, ANY_MASKED, BLOCK_M, IN_ORDER)),
-            (_load, (problem, rings, numbers, inputs, BLOCK_M, IN_ORDER)),
-            (_keep_order, (problem, may_add, dq_next, BLOCK_M)),
+            (_compute, (problem, rings, numbers, ds_buffers, outputs, 0, ANY_MASKED, BLOCK_M)),
+            (_compute, (problem, rings, numbers, ds_buffers, outputs, 1, ANY_MASKED, BLOCK_M)),
+            (_load, (problem, rings, numbers, inputs, BLOCK_M)),
+            (_keep_order, (problem, dq, BLOCK_M)),
         ],
         [4, 1, 1],
         REGISTERS,
@@ -300,6 +302,12 @@ def can_keep_order(intervals: Intervals, q_len: int, kv_len: int) -> bool:
     those behind it add in the end.
     """
     return intervals.bounds is None and intervals.at(q_len, kv_len).left is None
+
+
+def _heads_at_once(device: torch.device, tiles: int) -> int:
+    """As many as have all of their tiles on the device at once: where several of a head started together, each would
+    wait for those before it."""
+    return max(num_sms(device) // tiles, 1)
 
 
 def backward(
@@ -330,18 +338,20 @@ def _launch(
     columns = max(columns_of(q), columns_of(v))
     launch = BACKWARD[columns]
     keys = CONSUMERS.value * ROWS.value
+    tiles = triton.cdiv(kv_len, keys)
     units = score_units(scale, softcap)
     mask = mask_arguments(intervals, q_len, kv_len)
     s_start, dp_start, dq_sum, dq_next = query_rows.start(
         out, dout, lse, dlse.contiguous(), columns, launch.BLOCK_M, keys, kv_len, mask, **units, in_order=in_order
     )
-    _bwd_kernel[(batch * num_kv_heads * triton.cdiv(kv_len, keys),)](
+    _bwd_kernel[(batch * num_kv_heads * tiles,)](
         view(k, ROWS.value, columns), view(v, ROWS.value),
         view(q, launch.BLOCK_M, columns), view(dout, launch.BLOCK_M),
         *(numbers_view(x, launch.BLOCK_M) for x in (s_start, dp_start)),
         view(dk, ROWS.value, columns), view(dv, ROWS.value),
         dq_sum, dq_next,
         scale, **units, q_len=q_len, kv_len=kv_len, num_kv_heads=num_kv_heads,
+        heads_at_once=_heads_at_once(k.device, tiles) if in_order else None,
         group_size=num_q_heads // num_kv_heads, padded_len=s_start.shape[-1],
         **mask,
         ANY_MASKED=any_masked(intervals, q_len, kv_len, keys) or q_len % launch.BLOCK_M != 0,

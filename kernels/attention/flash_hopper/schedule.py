@@ -146,17 +146,23 @@ def query_tile(
 
 
 @gluon.jit
-def key_tile(num_kv_heads, mask, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, LAST_FIRST: gl.constexpr = False):
+def key_tile(num_kv_heads, heads_at_once, mask, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr):
     """The program's tile of keys: batch row, KV head, first key, and the blocks of queries that it visits, if any.
 
     A program for each tile, head by head, so that what the tiles of a head share stays in L2; in each head from the
-    first tile, the longest if causal, to the last. LAST_FIRST is the other way round, so that a tile may wait for those
-    behind it, whose programs started before.
+    first tile, the longest if causal, to the last. With `heads_at_once`, so many heads by turns, and in each from the
+    last tile to the first: a tile may then wait for those behind it, whose programs started before.
     """
     kv_len = mask[1]
     num_tiles = gl.cdiv(kv_len, BLOCK_N)
-    batch_head, tile = gl.program_id(0) // num_tiles, gl.program_id(0) % num_tiles
-    first = (num_tiles - 1 - tile if LAST_FIRST else tile) * BLOCK_N
+    if heads_at_once is None:
+        batch_head, tile = gl.program_id(0) // num_tiles, gl.program_id(0) % num_tiles
+    else:
+        first_head = gl.program_id(0) // num_tiles // heads_at_once * heads_at_once
+        heads = tl.minimum(heads_at_once, gl.num_programs(0) // num_tiles - first_head)
+        n = gl.program_id(0) - first_head * num_tiles
+        batch_head, tile = first_head + n % heads, num_tiles - 1 - n // heads
+    first = tile * BLOCK_N
     b, h_kv = batch_head // num_kv_heads, batch_head % num_kv_heads
     blocks = block_ranges(*seen_by(first, b, *mask), *seen_by(first + BLOCK_N - 1, b, *mask), BLOCK_M)
     return b, h_kv, first, blocks
