@@ -74,9 +74,9 @@ class TrainerConfig:
     micro_batch_tokens: int
     """Tokens in memory at once, at most; a step with more is accumulated, with the same result."""
     activation_checkpointing: str
-    """none, pointwise (a block keeps its input and what its matrix products and its attention return), selective (its
-    input and what its attention returns) or full (its input alone): what is not kept is computed again in the backward.
-    """
+    """none, mlp (a block keeps all but what its MLP's activation function returns), pointwise (its input and what its
+    matrix products and its attention return), selective (its input and what its attention returns) or full (its input
+    alone): what is not kept is computed again in the backward."""
     head_chunk_tokens: int
     """Tokens whose logits exist at once in the head and its cross-entropy."""
     data_workers: int

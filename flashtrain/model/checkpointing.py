@@ -2,9 +2,10 @@
 
 It changes memory and time, and no result: what is computed again comes from the same operators on the same inputs.
 Only where they are fused by a compiler may they round otherwise.
-Pointwise computes again only what memory bounds, norms, activation functions, rotations, sums and casts, which a
-compiler fuses with its own backward; selective keeps what costs most to compute and least to keep, the output and LSE
-of attention, whose cost grows with the square of the length. Source: arXiv 1604.06174 (full).
+Mlp computes again only the activation function, whose result is the widest of what is cheap to compute; pointwise all
+that memory bounds, norms, rotations, sums and casts, too: a compiler fuses these with their own backward.
+Selective keeps what costs most to compute and least to keep, the output and LSE of attention, whose cost grows with
+the square of the length. Source: arXiv 1604.06174 (full).
 """
 
 import functools
@@ -12,15 +13,18 @@ import logging
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flashtrain.kernels.attention import ops  # noqa: F401  registers the operators of our kernels
+from flashtrain.model.layers import Call
 
 aten, higher_order = torch.ops.aten, torch.ops.higher_order
 
-MODES = ("none", "pointwise", "selective", "full")
-"""Keep everything; keep the input of each block and what its products and attention operators return; keep the input
-and what its attention operators return; keep the input alone."""
+MODES = ("none", "mlp", "pointwise", "selective", "full")
+"""Keep everything; keep all but what the MLP's activation function returns; keep the input of each block and what its
+products and attention operators return; keep the input and what its attention operators return; keep the input alone.
+"""
 
 ATTENTION_OPERATORS = frozenset(
     {
@@ -46,24 +50,34 @@ ATTENTION_OPERATORS = frozenset(
 PRODUCT_OPERATORS = frozenset({aten.mm.default, aten.addmm.default})
 """What the linear layers of a block call, and nothing else in it."""
 
-KEPT_OPERATORS = {"pointwise": ATTENTION_OPERATORS | PRODUCT_OPERATORS, "selective": ATTENTION_OPERATORS}
-"""Those whose results a block keeps beside its input, in the modes that keep some."""
+KEPT_OPERATORS = {
+    "mlp": PRODUCT_OPERATORS,
+    "pointwise": ATTENTION_OPERATORS | PRODUCT_OPERATORS,
+    "selective": ATTENTION_OPERATORS,
+}
+"""Those whose results are kept beside the input of what is computed again, in the modes that keep some."""
 
 
-def checkpointing(mode: str) -> Callable:
-    """Return what calls a layer: (layer, *arguments) -> its result, keeping for the backward what `mode` says.
+def checkpointing(mode: str) -> tuple[Call, Call]:
+    """Return what calls a layer and what calls, in its MLP, the activation function and the product that follows it.
 
-    The model's state keys stay as they are. Layers must draw no random numbers.
+    Together they keep for the backward what `mode` says. The model's state keys stay as they are. Layers must draw no
+    random numbers.
     """
     if mode == "none":
-        return lambda layer, *arguments: layer(*arguments)
+        return _call, _call
     options = {"use_reentrant": False, "preserve_rng_state": False}
     if kept := KEPT_OPERATORS.get(mode):
         # torch.compile warns, once, of in-place operators in what is computed again; layers have none.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         policy = functools.partial(_policy, kept)
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
-    return functools.partial(checkpoint, **options)
+    keeping = functools.partial(checkpoint, **options)
+    return (_call, keeping) if mode == "mlp" else (keeping, _call)
+
+
+def _call(function: Callable[..., Tensor], *arguments) -> Tensor:
+    return function(*arguments)
 
 
 def _policy(kept: frozenset, context, operator, *arguments, **options) -> CheckpointPolicy:

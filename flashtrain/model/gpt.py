@@ -15,7 +15,7 @@ from flashtrain.kernels.attention import Intervals
 from flashtrain.model.attention import Attention, AttentionLayer, causal_window
 from flashtrain.model.cache import KeyValueCache, LayerCache
 from flashtrain.model.checkpointing import checkpointing
-from flashtrain.model.layers import activation_dtype, mlp, norm
+from flashtrain.model.layers import Call, activation_dtype, mlp, norm
 from flashtrain.model.options import ModelOptions
 from flashtrain.model.rope import inverse_frequencies, rope_table
 from flashtrain.model.rope_options import RopeOptions
@@ -24,14 +24,14 @@ INIT_STD = 0.02
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block."""
+    """Pre-norm transformer block; `call_in_mlp` calls what follows the first product of its MLP."""
 
-    def __init__(self, options: ModelOptions, attention: Attention):
+    def __init__(self, options: ModelOptions, attention: Attention, call_in_mlp: Call):
         super().__init__()
         self.attention_norm = norm(options, options.hidden_size)
         self.attention = AttentionLayer(options, attention)
         self.mlp_norm = norm(options, options.hidden_size)
-        self.mlp = mlp(options)
+        self.mlp = mlp(options, call_in_mlp)
 
     def forward(
         self, x_BSC: Tensor, rope: Tensor | None, intervals: Intervals, cache: LayerCache | None = None
@@ -62,11 +62,11 @@ class GPT(nn.Module):
         self.token_embedding = nn.Embedding(rows, hidden_size)
         if options.positions == "learned":
             self.position_embedding = nn.Embedding(options.max_positions, hidden_size)
-        self.blocks = nn.ModuleList(Block(options, attention) for _ in range(options.num_layers))
+        self._call_layer, call_in_mlp = checkpointing(activation_checkpointing)
+        self.blocks = nn.ModuleList(Block(options, attention, call_in_mlp) for _ in range(options.num_layers))
         self.final_norm = norm(options, hidden_size)
         if not options.tie_embeddings:
             self.head = nn.Linear(hidden_size, rows, bias=False)
-        self._call_layer = checkpointing(activation_checkpointing)
         self._initialize()
 
     def _initialize(self) -> None:

@@ -1,12 +1,16 @@
 """The layers that know nothing of sequence: norms and MLPs, and the dtype that activations travel in."""
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flashtrain.model.options import ModelOptions
+
+# (function, *arguments) -> its result
+Call = Callable[..., Tensor]
 
 
 def activation_dtype(x: Tensor) -> torch.dtype:
@@ -50,30 +54,41 @@ def gelu(x: Tensor) -> Tensor:
 
 
 class GeluMLP(nn.Module):
-    """y = down(gelu(up(x)))."""
+    """y = down(gelu(up(x))); `call` calls what follows up."""
 
-    def __init__(self, options: ModelOptions):
+    def __init__(self, options: ModelOptions, call: Call):
         super().__init__()
+        self._call = call
         self.up = nn.Linear(options.hidden_size, options.mlp_hidden_size, bias=options.bias)
         self.down = nn.Linear(options.mlp_hidden_size, options.hidden_size, bias=options.bias)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        return self.down(gelu(self.up(x_BSC)))
+        return self._call(self._activate_and_project, self.up(x_BSC))
+
+    def _activate_and_project(self, up: Tensor) -> Tensor:
+        return self.down(gelu(up))
 
 
 class SwigluMLP(nn.Module):
-    """y = down(silu(gate(x)) * up(x)), gate and up in one matrix product. Source: arXiv 2002.05202."""
+    """y = down(silu(gate(x)) * up(x)), gate and up in one matrix product; `call` calls what follows it.
 
-    def __init__(self, options: ModelOptions):
+    Source: arXiv 2002.05202.
+    """
+
+    def __init__(self, options: ModelOptions, call: Call):
         super().__init__()
+        self._call = call
         self.gate_up = nn.Linear(options.hidden_size, 2 * options.mlp_hidden_size, bias=options.bias)
         self.down = nn.Linear(options.mlp_hidden_size, options.hidden_size, bias=options.bias)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        gate, up = self.gate_up(x_BSC).chunk(2, dim=-1)
+        return self._call(self._activate_and_project, self.gate_up(x_BSC))
+
+    def _activate_and_project(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
 
-def mlp(options: ModelOptions) -> nn.Module:
-    """Return the MLP that `options` ask for."""
-    return GeluMLP(options) if options.mlp == "gelu" else SwigluMLP(options)
+def mlp(options: ModelOptions, call: Call) -> nn.Module:
+    """Return the MLP that `options` ask for, in which `call` calls what follows the first product."""
+    return GeluMLP(options, call) if options.mlp == "gelu" else SwigluMLP(options, call)

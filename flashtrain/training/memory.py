@@ -106,11 +106,11 @@ def optimizer_state(model: GPT, options: OptimizerOptions) -> int:
 def weight_copies(model: GPT, batch: MicroBatch) -> int:
     """Return the bytes that autocast's copies of the blocks' weights take until the backward is over.
 
-    A block that computes again makes its copies again, too.
+    What is computed again makes its copies again, too, of one block at a time.
     """
-    layers = model.blocks if batch.activation_checkpointing == "none" else model.blocks[:1]
-    weights = [p for layer in layers.modules() if isinstance(layer, nn.Linear) for p in layer.parameters()]
-    return sum(p.numel() * batch.dtype.itemsize for p in weights if p.dtype != batch.dtype)
+    others = model.blocks[1:]
+    again = {"none": [], "mlp": [block.mlp.down for block in others]}.get(batch.activation_checkpointing, others)
+    return _copied(model.blocks, batch.dtype) - sum(_copied(part, batch.dtype) for part in again)
 
 
 def block_activations(model: GPT, batch: MicroBatch) -> tuple[int, int]:
@@ -130,7 +130,8 @@ def block_activations(model: GPT, batch: MicroBatch) -> tuple[int, int]:
             heads -= batch.tokens * (queries + keys) * batch.dtype.itemsize
     output_and_lse = batch.tokens * (queries * batch.dtype.itemsize + options.num_heads * torch.float32.itemsize)
     scores = _scores(model, batch)
-    mlp = batch.tokens * _mlp_width(model, batch) * batch.dtype.itemsize
+    activated = batch.tokens * _mlp_activated(model, batch) * batch.dtype.itemsize
+    mlp = batch.tokens * _mlp_inputs(model) * batch.dtype.itemsize + activated
     everything = norms + heads + output_and_lse + scores + mlp
     products = batch.tokens * (queries + 2 * keys + _mlp_inputs(model)) * batch.dtype.itemsize
     at_attention = stream + output_and_lse + scores
@@ -138,18 +139,21 @@ def block_activations(model: GPT, batch: MicroBatch) -> tuple[int, int]:
         at_attention += scores
     kept = {
         "none": everything,
+        "mlp": everything - activated,
         "pointwise": at_attention + products,
         "selective": at_attention,
         "full": stream,
     }[batch.activation_checkpointing]
     # What attention adds to the residual stream and, not compiled, what the MLP adds, which no backward reads.
-    added = stream * (1 if batch.compiled else 2) if batch.activation_checkpointing == "pointwise" else 0
-    return kept + added, everything - kept
+    attention_adds = batch.activation_checkpointing == "pointwise"
+    mlp_adds = batch.activation_checkpointing in ("mlp", "pointwise") and not batch.compiled
+    return kept + stream * (attention_adds + mlp_adds), everything - kept
 
 
 def end_activations(model: GPT, batch: MicroBatch) -> int:
     """Return the bytes that the final norm keeps, its result included."""
-    kept = _norm_kept(model, batch) if batch.activation_checkpointing == "none" else batch.dtype.itemsize
+    in_full = batch.activation_checkpointing in ("none", "mlp")
+    kept = _norm_kept(model, batch) if in_full else batch.dtype.itemsize
     return batch.tokens * model.options.hidden_size * (batch.dtype.itemsize + kept)
 
 
@@ -169,22 +173,21 @@ def head_buffers(model: GPT, batch: MicroBatch) -> int:
 
 def backward_buffers(model: GPT, batch: MicroBatch) -> int:
     """Return the bytes of the gradients that a block's backward holds at once, in its MLP or its attention."""
-    mlp = batch.tokens * (_mlp_width(model, batch) + model.options.hidden_size) * batch.dtype.itemsize
-    return max(mlp, 2 * _scores(model, batch))
-
-
-def _mlp_width(model: GPT, batch: MicroBatch) -> int:
-    """What the MLP keeps of a token: of gelu its input and result, of swiglu both inputs, silu(gate) and the product.
-
-    Compiled, silu(gate) is computed again.
-    """
-    kept = 2 if model.options.mlp == "gelu" else 3 if batch.compiled else 4
-    return kept * model.options.mlp_hidden_size
+    width = _mlp_inputs(model) + _mlp_activated(model, batch) + model.options.hidden_size
+    return max(batch.tokens * width * batch.dtype.itemsize, 2 * _scores(model, batch))
 
 
 def _mlp_inputs(model: GPT) -> int:
     """What the MLP's first product makes of a token."""
     return (1 if model.options.mlp == "gelu" else 2) * model.options.mlp_hidden_size
+
+
+def _mlp_activated(model: GPT, batch: MicroBatch) -> int:
+    """What the MLP keeps of what it computes from these: of gelu its result, of swiglu silu(gate) and the product.
+
+    Compiled, silu(gate) is computed again.
+    """
+    return (1 if model.options.mlp == "gelu" or batch.compiled else 2) * model.options.mlp_hidden_size
 
 
 def _norm_dtype(model: GPT, batch: MicroBatch) -> torch.dtype:
@@ -212,6 +215,12 @@ def _scores(model: GPT, batch: MicroBatch) -> int:
         return 0
     itemsize = torch.float32.itemsize if batch.variant == "sdpa_math" else batch.dtype.itemsize
     return batch.rows * model.options.num_heads * batch.length**2 * itemsize
+
+
+def _copied(layers: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of copies in `dtype` of the weights of all linear layers inside."""
+    weights = [p for layer in layers.modules() if isinstance(layer, nn.Linear) for p in layer.parameters()]
+    return sum(p.numel() * dtype.itemsize for p in weights if p.dtype != dtype)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

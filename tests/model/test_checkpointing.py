@@ -16,6 +16,7 @@ from flashtrain.kernels.attention import attention
 from flashtrain.model.checkpointing import ATTENTION_OPERATORS, MODES, PRODUCT_OPERATORS
 from flashtrain.model.gpt import GPT
 
+aten = torch.ops.aten
 COUNTED = ATTENTION_OPERATORS | PRODUCT_OPERATORS
 NUM_LAYERS = 2
 OPTIONS = {"num_layers": NUM_LAYERS, "hidden_size": 32, "num_heads": 2, "vocab_size": 100}
@@ -28,11 +29,12 @@ class Case(NamedTuple):
     masked: bool
     """With documents, a window and a softcap, as far as the variant has them."""
     device: str = "cpu"
+    family: str = "nano"
 
     def model(self, mode):
         softcap = 5.0 if self.masked and self.variant != "sdpa_math" else 0.0
         torch.manual_seed(0)
-        options = preset("nano", **OPTIONS, windows=[8, None] if self.masked else None)
+        options = preset(self.family, **OPTIONS, windows=[8, None] if self.masked else None)
         return GPT(options, partial(attention, variant=self.variant, softcap=softcap), mode).to(self.device)
 
     def gradients(self, model):
@@ -57,19 +59,22 @@ def each_of(cases):
 
 
 class Calls(TorchDispatchMode):
-    """Counts the operators of attention and of products that run inside."""
+    """Counts the operators that run inside."""
 
     def __init__(self):
         super().__init__()
         self.counts = Counter()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.counts.update({operator} & COUNTED)
+        self.counts[operator] += 1
         return operator(*args, **(kwargs or {}))
 
 
-def of_attention(counts):
-    return Counter({operator: count for operator, count in counts.items() if operator in ATTENTION_OPERATORS})
+def of(operators, counts):
+    return Counter({operator: count for operator, count in counts.items() if operator in operators})
+
+
+of_attention = partial(of, ATTENTION_OPERATORS)
 
 
 @cache
@@ -88,12 +93,23 @@ def test_gradients_are_the_same_bits_and_what_is_kept_runs_once(case):
         assert all(torch.equal(*pair) for pair in zip(gradients[0], some, strict=True)), mode
     with Calls() as forward, torch.no_grad():
         case.model("none")(torch.zeros(2, 24, dtype=torch.int64, device=case.device))
-    assert of_attention(forward.counts) and set(forward.counts) & PRODUCT_OPERATORS
-    assert all(count % NUM_LAYERS == 0 for count in forward.counts.values())
-    none, pointwise, selective, full = calls
-    assert pointwise == none
+    assert of_attention(forward.counts) and of(PRODUCT_OPERATORS, forward.counts)
+    assert all(count % NUM_LAYERS == 0 for count in of(COUNTED, forward.counts).values())
+    none, mlp, pointwise, selective, full = calls
+    assert of(COUNTED, mlp) == of(COUNTED, pointwise) == of(COUNTED, none)
     assert of_attention(selective) == of_attention(none)
     assert of_attention(full) == of_attention(none + forward.counts)
+
+
+@pytest.mark.parametrize(
+    ("family", "activation"), [("gpt2", [aten.gelu.default]), ("nano", [aten.silu.default, aten.mul.Tensor])]
+)
+def test_mlp_computes_its_activation_again_and_nothing_else(family, activation):
+    case = Case("sdpa_flash", masked=False, family=family)
+    (expected, none, _), (actual, mlp, _) = (eager(case, mode) for mode in ("none", "mlp"))
+    again = {operator: count for operator, count in (mlp - none).items() if not operator.is_view}
+    assert again == dict.fromkeys(activation, NUM_LAYERS)
+    assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
@@ -115,7 +131,7 @@ def test_compiled_into_one_graph_it_is_the_same_with_the_same_state_keys(case, m
     torch.compiler.reset()
     compiled.compile(backend=backend, fullgraph=True)
     actual = case.gradients(compiled)
-    assert counts == calls
+    assert counts == of(COUNTED, calls)
     assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
     assert keys == keys_of_mode == list(compiled.state_dict())
 
@@ -128,4 +144,4 @@ def test_pytorchs_gpu_kernels_run_once_where_their_results_are_kept(variant):
         with Calls() as seen, torch.autocast("cuda", torch.bfloat16):
             case.gradients(case.model(mode))
         calls[mode] = of_attention(seen.counts).total()
-    assert calls == {"none": NUM_LAYERS, "pointwise": NUM_LAYERS, "selective": NUM_LAYERS, "full": 2 * NUM_LAYERS}
+    assert calls == dict.fromkeys(MODES, NUM_LAYERS) | {"full": 2 * NUM_LAYERS}

@@ -80,12 +80,14 @@ def test_the_forward_keeps_what_was_predicted(options, variant, precision):
             kept[mode] = memory.live()
         assert hidden.grad_fn is not None
         predicted = SIZES["num_layers"] * block_activations(model, batch)[0] + end_activations(model, batch)
-        copies = weight_copies(model, batch) if mode == "none" else 0  # the others make theirs when they compute again
+        # The others make theirs when they compute again.
+        copies = weight_copies(model, batch) if mode in ("none", "mlp") else 0
         assert predicted + copies == pytest.approx(kept[mode], rel=within), mode
     assert kept["full"] < kept["none"]
     if variant == "sdpa_flash":
         assert kept["full"] < kept["selective"] < kept["none"] / 3
         assert kept["selective"] < kept["pointwise"] < 0.7 * kept["none"]
+        assert kept["pointwise"] < kept["mlp"] < 0.9 * kept["none"]
 
 
 def bytes_from_forward_to_backward(model, *arguments):
@@ -127,7 +129,7 @@ def test_compiled_the_forward_keeps_what_was_predicted(family, variant):
         with device.autocast():
             kept = bytes_from_forward_to_backward(model, torch.randint(100, (batch.rows, batch.length)))
         predicted = options.num_layers * block_activations(model, batch)[0] + end_activations(model, batch)
-        copies = weight_copies(model, batch) if mode == "none" else 0
+        copies = weight_copies(model, batch) if mode in ("none", "mlp") else 0
         assert predicted + copies == pytest.approx(kept, rel=0.05), mode
 
 
@@ -295,6 +297,6 @@ def test_a_run_goes_on_with_another_mode_to_the_same_result(tmp_path, book):
 
 def test_an_unknown_mode_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    allowed = "none, pointwise, selective, full"
+    allowed = "none, mlp, pointwise, selective, full"
     with pytest.raises(SystemExit, match=f"trainer.activation_checkpointing is some; allowed are {allowed}"):
         run_command("python train.py", *SMALL, "trainer.activation_checkpointing=some")
