@@ -95,7 +95,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
         weight = weight_VC.to(dtype)
         nll_N = torch.empty_like(targets_N, dtype=_accumulator(dtype))
         grad_hidden_NC = torch.empty_like(hidden_NC)
-        grad_weight_VC = torch.zeros_like(weight, dtype=_accumulator(dtype))
+        grad_weight_VC = torch.empty_like(weight, dtype=_accumulator(dtype))
+        beta = 0  # The first chunk, of no rows where there are none, writes what the others add to.
         tensors = (hidden_NC, targets_N, nll_N, grad_hidden_NC)
         for hidden_nC, targets_n, nll_n, grad_hidden_nC in zip(
             *(tensor.split(chunk_size) for tensor in tensors), strict=True
@@ -104,7 +105,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
             nll, grad_nV = _nll_and_gradient(F.linear(hidden_nC, weight), targets_n, vocab_size)
             nll_n.copy_(nll)
             grad_hidden_nC.copy_(grad_nV @ weight)
-            _add_product(grad_weight_VC, grad_nV.T, hidden_nC)
+            _add_product(grad_weight_VC, grad_nV.T, hidden_nC, beta)
+            beta = 1
             # Or the next chunk would be computed while this one still holds its memory.
             del grad_nV
         ctx.save_for_backward(grad_hidden_NC, grad_weight_VC.to(weight_VC.dtype))
@@ -168,12 +170,15 @@ def _pick_nll(log_p_nV: Tensor, targets_n: Tensor, vocab_size: int) -> Tensor:
     return torch.where(targets_n != IGNORED, nll_n, 0.0)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total`, which may be float32 where a and b are 16-bit, without rounding the product."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+    """Add a @ b to beta `total`, which may be float32 where a and b are 16-bit, without rounding the product.
+
+    With beta 0 `total` is not read.
+    """
     if total.is_cuda and total.dtype != a.dtype:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
