@@ -39,6 +39,15 @@ def on_python_ints(monkeypatch):
         monkeypatch.setattr(schedule, name, getattr(geometry, name).fn)
 
 
+def each_program(num_programs, monkeypatch):
+    """Yields the number of each, of which `key_tile` is then the program, on Python ints."""
+    monkeypatch.setattr(schedule, "seen_by", schedule.seen_by.fn)
+    for number in range(num_programs):
+        device = {"program_id": lambda axis, number=number: number, "num_programs": lambda axis: num_programs}
+        monkeypatch.setattr(schedule, "gl", SimpleNamespace(cdiv=triton.cdiv, **device))
+        yield number
+
+
 @pytest.mark.parametrize("num_programs", [1, 3, 7, SMS])
 @pytest.mark.parametrize("heads_in_section", [1, 2, 5, 100])
 def test_every_tile_has_one_program(num_programs, heads_in_section):
@@ -277,13 +286,44 @@ def test_who_adds_to_a_block_in_order_are_the_tiles_from_the_last_to_the_first(
 def test_tiles_of_keys_go_head_by_head_or_by_turns_from_the_last_to_the_first(
     heads_at_once, heads, firsts, on_python_ints, monkeypatch
 ):
-    program, num_programs = [0], 2 * 2 * 3
-    device = {"program_id": lambda axis: program[axis], "num_programs": lambda axis: num_programs}
-    monkeypatch.setattr(schedule, "gl", SimpleNamespace(cdiv=triton.cdiv, **device))
-    monkeypatch.setattr(schedule, "seen_by", schedule.seen_by.fn)
     mask = (300, 300, 300, 0, None)
-    found = [schedule.key_tile.fn(2, heads_at_once, mask, 128, 64)[:3] for program[0] in range(num_programs)]
+    found = [schedule.key_tile.fn(2, heads_at_once, mask, 128, 64)[:3] for _ in each_program(2 * 2 * 3, monkeypatch)]
     assert found == [(head // 2, head % 2, first) for head, first in zip(heads, firsts, strict=True)]
+
+
+@pytest.mark.parametrize("resident", [1, 3, 1000])
+@pytest.mark.parametrize("heads_at_once", [1, 2, 9])
+@pytest.mark.parametrize("intervals", [MASKS["causal"], MASKS["full"], Intervals.window(None, 77)], ids=str)
+@pytest.mark.parametrize("lengths", [(1000, 1000), (300, 1300), (1300, 300), (1, 129)], ids=str)
+def test_in_order_no_tile_waits_for_one_that_has_not_started_however_few_are_there_at_once(
+    intervals, lengths, heads_at_once, resident, on_python_ints, monkeypatch
+):
+    BLOCK_M, BLOCK_N, kv_heads, group_size = 64, 128, 5, 2
+    q_len, kv_len = lengths
+    arguments = geometry.mask_arguments(intervals, q_len, kv_len)
+    mask = (q_len, kv_len, arguments["left"], arguments["right"], None)
+    last_queries = [min(first + BLOCK_M, q_len) - 1 for first in range(0, q_len, BLOCK_M)]
+    next_tiles = [schedule.last_key_tile.fn(last, *mask[:4], BLOCK_N) for last in last_queries] * kv_heads * group_size
+    monkeypatch.setattr(backward, "tl", SimpleNamespace(maximum=max))
+    monkeypatch.setattr(backward, "block_at", schedule.block_at.fn)
+
+    to_start = []
+    for _ in each_program(kv_heads * triton.cdiv(kv_len, BLOCK_N), monkeypatch):
+        _, head, first, blocks = schedule.key_tile.fn(kv_heads, heads_at_once, mask, BLOCK_N, BLOCK_M)
+        uses = range(group_size * (blocks[3] - blocks[0]))
+        next_of = functools.partial(backward._next_of.fn, dq_next=0, first_head=head * group_size)
+        to_start.append((first // BLOCK_N, [next_of(n, blocks_of_head=len(last_queries), blocks=blocks) for n in uses]))
+    here = []
+    while to_start or here:
+        while to_start and len(here) < resident:
+            here.append(to_start.pop(0))
+        to_add = sum(len(uses) for _, uses in here)
+        for tile, uses in here:
+            while uses and next_tiles[uses[0]] == tile:
+                next_tiles[uses.pop(0)] = tile - 1
+        assert sum(len(uses) for _, uses in here) < to_add
+        here = [(tile, uses) for tile, uses in here if uses]
+    assert set(next_tiles) == {-1}
 
 
 def test_an_order_is_not_kept_where_a_mask_ends_to_the_left():
