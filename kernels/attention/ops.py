@@ -187,7 +187,7 @@ def _flash_hopper_backward(dq, dk, dv, dout, dlse, q, k, v, out, lse, mask, scal
     backward(dq, dk, dv, dout, dlse, q, k, v, out, lse, mask, scale, softcap)
 
 
-def _flash_hopper_backward_in_order(dq, dk, dv, dout, dlse, q, k, v, out, lse, mask, scale, softcap):
+def _flash_hopper_backward_deterministic(dq, dk, dv, dout, dlse, q, k, v, out, lse, mask, scale, softcap):
     from .flash_hopper.backward import backward, can_keep_order
 
     if can_keep_order(mask, q.shape[1], k.shape[1]):
@@ -205,5 +205,5 @@ flash_v2 = _register("flash_v2", _flash_v2_forward, _flash_v2_backward)
 flash_hopper = _register("flash_hopper", _flash_hopper_forward, _flash_hopper_backward)
 # Its backward adds dQ up in order, at some cost; where that cannot be kept, flash_v2's takes the same tensors.
 flash_hopper_deterministic = _register(
-    "flash_hopper_deterministic", _flash_hopper_forward, _flash_hopper_backward_in_order
+    "flash_hopper_deterministic", _flash_hopper_forward, _flash_hopper_backward_deterministic
 )

@@ -1,8 +1,8 @@
 """Sums in global memory of what warpgroups accumulate, in the order in which their registers hold it.
 
 A piece is 64 rows and 64 columns. Of each eight columns a thread has two neighbours in a row of its warp and two in the
-row eight below, and adds these four in one instruction; a warp's 512 bytes are then consecutive. Where those
-who add keep an order, an integer beside the sums says who is next.
+row eight below, and adds these four in one instruction; a warp's 512 bytes are then consecutive. Where those who add
+keep an order, an integer beside the sums says who is next.
 Source: PTX ISA, the fragments of wgmma's D; ld.acquire and st.release.
 """
 

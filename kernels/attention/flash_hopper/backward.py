@@ -57,7 +57,8 @@ from .schedule import block_at, key_tile, seen_by
 # Warpgroups that compute.
 CONSUMERS: gl.constexpr = gl.constexpr(2)
 
-# Named barriers: two turns for each warpgroup, two of both, then those of the rings.
+# Named barriers: two turns for each warpgroup, one where both meet, one where both tell who keeps the order, then those
+# of the rings.
 FIRST_TURN: gl.constexpr = FIRST_BARRIER
 BOTH_HERE: gl.constexpr = gl.constexpr(FIRST_TURN.value + 2 * CONSUMERS.value)
 ADDED: gl.constexpr = gl.constexpr(BOTH_HERE.value + 1)
@@ -123,10 +124,10 @@ def _add_dq(n, dq_MD, dq, place, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def _keep_order(problem, dq, BLOCK_M: gl.constexpr):
-    """The warp that waits until the tile is the next to add to a block's dQ, and lets the one before be it then; idle
-    where there is no order.
+    """The warp that waits until the tile is the next to add to a block's dQ, lets the warpgroups add, and makes the
+    tile before it the next; idle where there is no order.
 
-    It looks at the block after while the warpgroups add, so as to be back before they want to add again.
+    It looks who is next at the following block while they add, so as to be back before they want to add again.
     """
     num_kv_heads, heads_at_once, group_size, mask, padded_len, scale, scale_log2e, cap = problem
     dq_sum, dq_next, may_add = dq
@@ -305,8 +306,8 @@ def can_keep_order(intervals: Intervals, q_len: int, kv_len: int) -> bool:
 
 
 def _heads_at_once(device: torch.device, tiles: int) -> int:
-    """As many as have all of their tiles on the device at once: where several of a head started together, each would
-    wait for those before it."""
+    """As many heads by turns as have all their tiles on the device at once, or one: programs that start one after the
+    other are then of different heads, where those of one would each wait for the one before."""
     return max(num_sms(device) // tiles, 1)
 
 

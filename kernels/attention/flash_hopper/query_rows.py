@@ -1,7 +1,7 @@
 """What the backward needs of every row of queries before its kernel runs, and makes of it behind: plain Triton.
 
-Before: the numbers that accumulators start with, zeros where dQ is summed, and who adds first. Behind: dQ,
-scaled and rounded.
+Before: the numbers that accumulators start with, zeros where dQ is summed, and who adds first. Behind: dQ, scaled and
+rounded.
 """
 
 import torch
@@ -32,9 +32,8 @@ def _bwd_start_kernel(
 ):  # fmt: skip
     """Where S and dP start: -LSE in units that are so many to a natural one, and -delta = dLSE - rowsum(dO * O).
 
-    -inf and 0 in rows that saw no key and in those behind the last. The sum of dQ is zeroed; where
-    tiles of BLOCK_N keys add to it in order, the last that the block sees is the first.
-    Grid (batch * heads * blocks,).
+    -inf and 0 in rows that saw no key and in those behind the last. The sum of dQ is zeroed; where tiles of BLOCK_N
+    keys add to it in order, the last that the block sees is the first. Grid (batch * heads * blocks,).
     """
     b, h, batch_head, first = _block_of_rows(q_len, num_q_heads, BLOCK_M)
     out_MD = load_tile(out, b, h, first, BLOCK_M, BLOCK_DV, True).to(tl.float32)
@@ -70,9 +69,9 @@ def start(
     """Returns what S and dP start with, (B, Hq, Sq rounded up to BLOCK_M) in fp32, zeros for dQ's sum, who adds first.
 
     Scores start at -LSE in the units in which they are held, or, if they are capped afterwards, -LSE is in bits. out,
-    lse and dlse are contiguous, dout is addressable; dQ's sum is fp32, in the pieces of accumulators.py, of
-    as many rows and of 64 or 128 columns. Who adds first, int32, is a tile of BLOCK_N keys for each block of
-    rows; None unless `in_order`.
+    lse and dlse are contiguous, dout is addressable; dQ's sum is fp32, in the pieces of accumulators.py, of as many
+    rows and of 64 or 128 columns. Who adds first, int32, is a tile of BLOCK_N keys for each block of rows, -1 where
+    none does; None unless `in_order`.
     """
     batch, q_len, num_q_heads, _ = out.shape
     blocks = triton.cdiv(q_len, BLOCK_M)
