@@ -20,8 +20,8 @@ WITHOUT_RESULT = (
 KEEPS_A_PREDICATE = re.compile(r"LOP3\.LUT R(\d+), R\1, 0x(?=[0-9a-f]{8},)f*[7bde]f*, RZ, 0xc0, !PT")
 # A register whose lower half is set: its upper half is kept, and of interest only where that is set too.
 KEEPS_A_HALF = re.compile(r"PRMT R(\d+), (\S+), 0x7610, R\1$")
-# Takes one register to another: what is unset is so there too, and found where it is computed with.
-COPY = re.compile(r"(?:R2UR|UMOV|MOV|IMAD\.MOV\.U32|IMAD\.U32) U?R\d+, (?:RZ, RZ, )?U?R\d+$")
+# Takes a register to a uniform one: what is unset is so there too, and found where it is computed with.
+COPY = re.compile(r"R2UR UR\d+, R\d+$")
 UNIFORM = 256
 """The number of UR0; R0 is number 0."""
 

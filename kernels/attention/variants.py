@@ -48,6 +48,7 @@ def _flash_hopper_wrong(spec: AttentionSpec) -> str | None:
     head_dim = max(spec.head_dim, spec.v_head_dim)
     # Compared, not computed with: a traced head dimension may be symbolic, and what a constant is asked for may not.
     limit = next(limit for limit in limits.FLASH_HOPPER_HEAD_DIMS if head_dim <= limit)
+    # In order for every deterministic call, also where flash_v2's backward is then taken.
     if not spec.needs_grad:
         return _trial_of_flash_hopper(limit, "forward")
     return _trial_of_flash_hopper(limit, "forward", "backward in order" if spec.deterministic else "backward")

@@ -268,7 +268,8 @@ def _bwd_kernel(
 ):  # fmt: skip
     """Writes one tile of dk and dv, and adds to dq_sum; where dq_next says which tile is next to, in that order.
 
-    Grid (batch * KV heads * key tiles,), whose programs must start in the order of their numbers if there is one.
+    Grid (batch * KV heads * key tiles,). With an order it ends only if programs start in that of their numbers, as on
+    every GPU so far.
     """
     k_ring = make_ring(k, 1, CONSUMERS, CONSUMERS, None)
     v_ring = make_ring(v, 1, CONSUMERS, CONSUMERS, None)
@@ -297,10 +298,11 @@ def _bwd_kernel(
 
 
 def can_keep_order(intervals: Intervals, q_len: int, kv_len: int) -> bool:
-    """Whether tiles can add to dQ in order without one waiting for the end of another.
+    """Whether tiles can add to dQ in order, and as a rule none waits for the end of another.
 
-    It would where a mask ends to the left: a tile visits first what it sees in part, so the block there too, to which
-    those behind it add in the end.
+    Where a mask ends to the left each would: a tile visits first what it sees in part, so the block there too, to which
+    those behind it add in the end. Where the mask is full and neither length a multiple of its block, all of a head
+    wait once, for the end of its last tile.
     """
     return intervals.bounds is None and intervals.at(q_len, kv_len).left is None
 
@@ -320,6 +322,7 @@ def backward(
     out and lse are the forward's, contiguous, dlse is the gradient of the natural-log LSE (B, Hq, Sq). With `in_order`,
     under masks that `can_keep_order`, all have the same bits every run.
     """
+    assert not in_order or can_keep_order(intervals, q.shape[1], k.shape[1]), "tiles would wait for ever"
     dq, dk, dv = (x.new_empty(x.shape) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv)))
     if k.shape[1] == 0 or out.numel() == 0:
         for x in (dq, dk, dv):
