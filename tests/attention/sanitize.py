@@ -49,6 +49,8 @@ VARIANTS = {"flash_v2": run_flash_v2, "flash_hopper": run_flash_hopper}
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("compute-sanitizer watches a CUDA GPU, and PyTorch sees none here; run this where there is one")
     for mask, Sq, Sk, Hq, Hkv, D, Dv, softcap, dtype in PROBLEMS:
         intervals = MASKS[mask](2, Sq, Sk).to("cuda")
         q, k, v = make_qkv(2, Sq, Sk, Hq, Hkv, D, Dv, dtype=dtype, device="cuda")

@@ -1,6 +1,6 @@
 """Times flash_hopper's backward in order, the deterministic one, beside the one in no order and flash_v2's.
 
-    PYTHONPATH=. python tests/attention/time_order.py        (a minute on an H200)
+    PYTHONPATH=. python tests/attention/time_order.py        (a minute on an H200; takes a GPU of sm_90)
 
 32,768 tokens of bf16, hidden size 2,048; TFLOP/s by the medians of interleaved rounds.
 """
@@ -8,6 +8,7 @@
 import functools
 import itertools
 import statistics
+import sys
 
 import torch
 
@@ -28,6 +29,8 @@ def backward(attend, intervals, q, k, v, dout):
 
 
 def main() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        sys.exit("flash_hopper is timed on a GPU of sm_90, and PyTorch sees none here; run this where there is one")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     of_fastest = []
     for head_dim, mask, length in itertools.product(HEAD_DIMS, MASKS, LENGTHS):

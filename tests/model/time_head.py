@@ -6,6 +6,7 @@
 """
 
 import functools
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,8 @@ def peak_gib(call) -> float:
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("the head is timed on a CUDA GPU, and PyTorch sees none here; run this where there is one")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {ROWS:,} rows, {PADDED:,} columns")
     for width in WIDTHS:
         hidden_NC = torch.randn(ROWS, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
