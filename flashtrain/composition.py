@@ -129,13 +129,15 @@ def given_keys(overrides: list[str]) -> set[str]:
 
 
 def unknown_key(full_key: str, group: type) -> str:
-    """The sentence for a key that dataclass `group` does not have, with the nearest that it has."""
+    """The sentence for a key that dataclass `group` does not have, with those of its groups that do or the nearest."""
     prefix, _, key = full_key.rpartition(".")
     where = f"{prefix}." if prefix else ""
-    names = list(group.__dataclass_fields__)
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    fields = group.__dataclass_fields__
+    names = list(fields)
+    within = [f"{name}.{key}" for name in names if key in getattr(fields[name].type, "__dataclass_fields__", ())]
+    near = within or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     if near:
-        return f"there is no setting {full_key}; did you mean {where}{near[0]}?"
+        return f"there is no setting {full_key}; did you mean {' or '.join(where + name for name in near)}?"
     return f"there is no setting {full_key}; allowed are {', '.join(where + name for name in names)}"
 
 

@@ -85,6 +85,8 @@ def test_an_unknown_key_is_answered_with_the_nearest(mistake, settings, group):
     [
         (["sed=1"], "there is no setting sed; did you mean seed?"),
         (["modle=nano"], "there is no setting modle; did you mean model?"),
+        (["compile=true"], "there is no setting compile; did you mean trainer.compile?"),
+        (["+rope=1"], "there is no setting rope; did you mean model.rope or eval.rope?"),
         (["+bogus=1"], "there is no setting bogus; allowed are model, attention,"),
         (["model=gpt3"], "there is no model=gpt3; did you mean model=gpt2? allowed are gpt2,"),
         (["attention=flash_v3"], "there is no attention=flash_v3; did you mean attention=flash_v2?"),
