@@ -33,5 +33,7 @@ def title(axes: Axes, text: str, subtitle: str) -> None:
 
 
 def short_count(count: int) -> str:
-    """1024 and its multiples as 1k, 2k, ...; any other count in full."""
+    """Multiples of 1,048,576 as 1M, 2M, ..., others of 1,024 as 1k, 2k, ...; any other count in full."""
+    if count and count % 1024**2 == 0:
+        return f"{count // 1024**2}M"
     return f"{count // 1024}k" if count % 1024 == 0 else str(count)

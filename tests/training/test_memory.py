@@ -227,7 +227,7 @@ def test_ddp_takes_what_was_predicted(micro_batches, process_group):
 
 
 def peak_of_gpt2(mode, length, head_chunk_tokens=4096, **options):
-    """In GiB, of 32,768 tokens a micro-batch, compiled on a GPU; with rotary positions unless the options say others."""
+    """In GiB, of 32,768 tokens a micro-batch, compiled on a GPU; rotary positions unless the options say others."""
     with torch.device("meta"):
         model = make_model(preset("gpt2", **({"positions": "rope"} | options)), mode, "flash_v2")
     batch = micro_batch(
