@@ -322,7 +322,7 @@ def backward(
     out and lse are the forward's, contiguous, dlse is the gradient of the natural-log LSE (B, Hq, Sq). With `in_order`,
     under masks that `can_keep_order`, all have the same bits every run.
     """
-    assert not in_order or can_keep_order(intervals, q.shape[1], k.shape[1]), "tiles would wait for ever"
+    assert not in_order or can_keep_order(intervals, q.shape[1], k.shape[1]), "no order is kept under this mask"
     dq, dk, dv = (x.new_empty(x.shape) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv)))
     if k.shape[1] == 0 or out.numel() == 0:
         for x in (dq, dk, dv):
