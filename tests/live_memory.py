@@ -13,21 +13,28 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._at_most = 0
+        """Bytes of `_storages`, which may hold some that are gone."""
         self._given: set[int] = set()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         known = [x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         self._given.update(storage for storage in known if storage not in self._storages)
-        result, num_known = operator(*args, **(kwargs or {})), len(self._storages)
+        result = operator(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._given:
-                    self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        if len(self._storages) > num_known:
+                self._add(tensor.untyped_storage())
+        if self._at_most > self.peak:
             self.peak = max(self.peak, self.live())
         return result
 
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata  # not used again while there is a weak reference
+        if key not in self._given and key not in self._storages:
+            self._storages[key] = (StorageWeakRef(storage), storage.nbytes())
+            self._at_most += storage.nbytes()
+
     def live(self) -> int:
         self._storages = {key: held for key, held in self._storages.items() if not held[0].expired()}
-        return sum(size for _, size in self._storages.values())
+        self._at_most = sum(size for _, size in self._storages.values())
+        return self._at_most
