@@ -36,6 +36,9 @@ def settle(composed: DictConfig, overrides: list[str]) -> Config:
     _refuse_unknown_keys(composed)
     if composed.runs is not None:
         _refuse_beside_runs(overrides)
+    for key in ("output", "resume", "run"):
+        if composed[key] == "":
+            raise UserError(f"{key}= names nothing, as an unset variable does; say {key}=DIR, or leave it out")
     by_word = composed.resume in runs.RESUME_WORDS
     if by_word and composed.output is None:
         raise UserError(

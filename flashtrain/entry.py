@@ -44,12 +44,17 @@ def main(verb: Callable[[Any], None], root: Root = RUN) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sample may hold what this terminal cannot show
     root.register()
+    outputs = []  # that jobs of a sweep have had
 
     def task(composed: DictConfig) -> None:
         overrides = list(HydraConfig.get().overrides.task)
         with mistakes_end_in_one_sentence(root):
             if HydraConfig.get().mode is RunMode.MULTIRUN:
                 ranks.refuse_torchrun("a sweep", "python train.py --multirun ... trainer.devices=N")
+                output = composed.output if "output" in composed else None
+                if output in outputs:
+                    raise UserError(f"output={output} has another job of this sweep; sweep output too")
+                outputs.extend([output] if output else [])
                 sys.argv[1:] = overrides  # those of this job: what its other ranks are started with
             verb(root.settle(composed, overrides))
 

@@ -45,6 +45,8 @@ from flashtrain.training.trainer import build_trainer
 
 log = logging.getLogger(__name__)
 
+FAILURES_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+
 
 @dataclass(frozen=True)
 class StepShape:
@@ -62,6 +64,11 @@ class StepShape:
 
 def run(config: Config) -> None:
     """Train to the end, or to a signal; the folder of the run then has all that the command line shows."""
+    with contextlib.ExitStack() as until_the_end:
+        _run(config, until_the_end)
+
+
+def _run(config: Config, until_the_end: contextlib.ExitStack) -> None:
     refuse_all_but(("output", "resume"), config)
     if config.logger.wandb:
         require_wandb()
@@ -88,7 +95,11 @@ def run(config: Config) -> None:
     evaluate.require_key_tokens(corpus, config.eval)
     if reason := evaluate.unscorable(corpus, config.eval):
         log.warning("perplexity by context will not be measured: %s", reason)
-    folder = _folder(config, made, corpus, checkpoint, mine.world_size) if mine.is_first else Path(os.devnull)
+    folder = Path(os.devnull)
+    if mine.is_first:
+        folder = _folder(config, made, corpus, checkpoint)
+        until_the_end.enter_context(runs.alone_in(folder))
+        _record(folder, config, made, corpus, checkpoint is not None, mine.world_size)
     module = training_module(config, made, shape, folder / runs.FAULT_FOLDER)
     meter = SpeedMeter(config.train.tokens_per_step)
     trainer = _trainer(config, made, corpus, folder, mine, meter, console)
@@ -105,10 +116,8 @@ def run(config: Config) -> None:
             trainer.validate(module, data, verbose=False)
         result = _result(module, meter) | {"predicted_peak_memory_gib": predicted.total_gib}
         made.model.to(made.device.type).eval()  # Lightning has put it on the CPU
-        if mine.is_first:
-            runs.write_json(folder / runs.RESULT_FILE, result)
-            if config.generate.num_tokens:
-                _sample(config, made, folder, console)
+        if mine.is_first and config.generate.num_tokens:
+            _sample(config, made, folder, console)
         evaluation = _evaluate(config, made, corpus, console)
     if mine.is_first:
         _report(folder, result, evaluation, console)
@@ -116,7 +125,7 @@ def run(config: Config) -> None:
 
 @contextlib.contextmanager
 def _failures_of_the_machine_said(folder: Path, data_workers: int) -> Iterator[None]:
-    """Reword what a log raises that has no room, where a checkpoint has its own sentence, and a killed data worker."""
+    """Reword what a log raises that cannot be written, as a checkpoint has its own sentence, and a killed worker."""
     try:
         yield
     except (RuntimeError, EOFError, ConnectionError) as error:
@@ -130,9 +139,10 @@ def _failures_of_the_machine_said(folder: Path, data_workers: int) -> Iterator[N
             "trainer.data_workers"
         ) from error
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        within = isinstance(error.filename, str) and Path(error.filename).is_relative_to(folder)
+        if error.errno not in FAILURES_OF_A_DISK and not within:
             raise
-        raise UserError(f"{folder} cannot be written ({error.strerror}); make room and say resume={folder}") from error
+        raise UserError(f"{folder} cannot be written ({error.strerror}); mend that and say resume={folder}") from error
 
 
 def step_shape(train: TrainConfig, micro_batch_tokens: int, world_size: int) -> StepShape:
@@ -231,22 +241,28 @@ def _finished(config: Config) -> Path | None:
     return folder if (folder / runs.RESULT_FILE).exists() else None
 
 
-def _folder(config: Config, made: Assembly, corpus: Data, checkpoint: Path | None, world_size: int) -> Path:
-    """The folder of this run, with its settings saved; a resumed one has to have the same corpus."""
+def _folder(config: Config, made: Assembly, corpus: Data, checkpoint: Path | None) -> Path:
+    """The folder of this run; a resumed one has to have the same corpus."""
     if checkpoint is not None:
         folder = checkpoint.parent.parent
         runs.require_same(folder, "corpus", corpus.fingerprint)
-        runs.remove_partial_files(folder)
-        (folder / runs.RESULT_FILE).unlink(missing_ok=True)  # that of the steps which are taken again
+        return folder
+    if config.resume is None:
+        return runs.new_folder(config.output, f"{config.model.name}_{made.variant}")
+    return runs.folder_to_start_in(config.output)
+
+
+def _record(
+    folder: Path, config: Config, made: Assembly, corpus: Data, resumed: bool, world_size: int
+) -> None:
+    """Save the settings of this run in its folder, or that it goes on."""
+    runs.remove_partial_files(folder)
+    if resumed:
+        runs.remove_result(folder)
         recorded = runs.read_provenance(folder)
         recorded.setdefault("resumed", []).append(runs.provenance(attention=made.variant, ranks=world_size))
         runs.write_json(folder / runs.PROVENANCE_FILE, recorded)
-        return folder
-    if config.resume is None:
-        folder = runs.new_folder(config.output, f"{config.model.name}_{made.variant}")
-    else:
-        folder = runs.folder_to_start_in(config.output)
-        runs.remove_partial_files(folder)
+        return
     runs.write_whole(folder / runs.CONFIG_FILE, to_yaml(config))
     facts = runs.provenance(
         corpus=corpus.fingerprint,
@@ -258,7 +274,6 @@ def _folder(config: Config, made: Assembly, corpus: Data, checkpoint: Path | Non
     if config.train.init_from is not None:
         facts["initial_weights"] = weights_digest(made.model)
     runs.write_json(folder / runs.PROVENANCE_FILE, facts)
-    return folder
 
 
 def training_flops(config: Config, model: GPT, corpus: Data | RandomCorpus) -> dict[str, float]:
@@ -344,8 +359,9 @@ def _evaluate(config: Config, made: Assembly, corpus: Data, console: Console) ->
 def _report(
     folder: Path, result: dict[str, float], evaluation: Evaluation | RecallEvaluation | None, console: Console
 ) -> None:
-    """The result and where everything lies."""
+    """The result and where everything lies; the file of the result, written last, says that all is there."""
     reports = evaluate.write(evaluation, folder / runs.EVALUATION_FOLDER / "final") if evaluation else []
+    runs.write_json(folder / runs.RESULT_FILE, result)
     console.rule("result")
     _say(console, f"validation loss: {result['validation_loss']:.4f} nats per token")
     if "bits_per_byte" in result:

@@ -21,6 +21,7 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 
 from flashtrain.errors import UserError
 from flashtrain.training.checkpoint import BEST, LAST, PARTIAL, milestones, newest_checkpoint, step_checkpoints
@@ -36,6 +37,9 @@ FAULT_FOLDER = "faults"
 EVALUATION_FOLDER = "evaluation"
 SAMPLE_FILE = "sample.txt"
 RESULT_FILE = "result.json"
+LOCK_FILE = ".lock"
+LOCK_SECONDS = 10
+"""How long a lock is waited for: data workers of a process that was killed hold it for some seconds more."""
 PACKAGES = ("torch", "triton", "lightning", "hydra-core", "datasets", "tokenizers", "numpy")
 
 
@@ -67,10 +71,29 @@ def folder_to_start_in(output: str) -> Path:
     folder = Path(output)
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        found = {path.name for path in folder.iterdir() if not path.name.endswith(PARTIAL)}
+        found = {path.name for path in folder.iterdir() if not path.name.endswith((PARTIAL, LOCK_FILE))}
     if found and CONFIG_FILE not in found:
         raise UserError(f"output={output} exists and is not the folder of a run; name another")
     return folder
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep other processes from training in `folder` meanwhile, of whatever end this one comes to.
+
+    Raises UserError where another does.
+    """
+    lock = FileLock(folder / LOCK_FILE, timeout=LOCK_SECONDS)
+    with _writing(folder):
+        try:
+            lock.acquire()
+        except Timeout:
+            raise UserError(f"another process trains in {folder}; wait for its end, or stop it") from None
+    try:
+        yield
+    finally:
+        lock.release()
+        Path(lock.lock_file).unlink(missing_ok=True)
 
 
 def folder_of(place: str) -> Path:
@@ -107,9 +130,16 @@ def checkpoint_to_resume(output: str | None, resume: str | None) -> Path | None:
 
 def remove_partial_files(folder: Path) -> None:
     """Remove from the folder of a run what a process was writing that was killed."""
-    for part in (".", CHECKPOINT_FOLDER, LOG_FOLDER):
-        for path in (folder / part).glob(f".*{PARTIAL}"):
-            path.unlink()
+    with _writing(folder):
+        for part in (".", CHECKPOINT_FOLDER, LOG_FOLDER):
+            for path in (folder / part).glob(f".*{PARTIAL}"):
+                path.unlink()
+
+
+def remove_result(folder: Path) -> None:
+    """Let the run in `folder` be unfinished again, whose last steps are to be taken anew."""
+    with _writing(folder):
+        (folder / RESULT_FILE).unlink(missing_ok=True)
 
 
 def stamped_folder(parent: Path, label: str) -> Path:

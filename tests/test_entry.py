@@ -113,6 +113,9 @@ def test_an_unknown_key_is_answered_with_the_nearest(mistake, settings, group):
             "train.sequence_length is 2048 and the model's learned positions end at 1024; lower it, or say "
             "model.positions=rope",
         ),
+        (["run="], "run= names nothing, as an unset variable does; say run=DIR, or leave it out"),
+        (["output=", "resume=auto"], "output= names nothing"),
+        (["resume="], "resume= names nothing"),
         (["resume=a", "run=b"], "resume and run are set together;"),
         (["output=a", "resume=b"], "output and resume are set together;"),
         (["output=a", "resume=./auto"], "output and resume are set together;"),
@@ -213,6 +216,16 @@ def test_sweep_settles_each_job(monkeypatch, tmp_path):
     assert [(c.attention.variant, c.seed) for c in received] == [
         ("standard", 1), ("standard", 2), ("sdpa_math", 1), ("sdpa_math", 2),
     ]  # fmt: skip
+
+
+def test_jobs_of_a_sweep_do_not_share_an_output(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    shared = ["train.py", "--multirun", "seed=1,2", "output=runs/a", "resume=auto"]
+    monkeypatch.setattr(sys, "argv", shared)
+    received = []
+    with pytest.raises(SystemExit, match="output=runs/a has another job of this sweep; sweep output too"):
+        main(received.append)
+    assert len(received) == 1
 
 
 def test_a_bug_keeps_its_trace(monkeypatch, tmp_path):

@@ -153,7 +153,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(home, evaluate, capsys):
     [
         (["eval.stride=4"], "eval.stride=4 is of eval.window, which is null; say eval.window=..., too"),
         (["eval.prefix=bos"], "eval.prefix=bos is not one of document, window, none"),
-        (["eval.key_tokens=none.parquet"], "eval.key_tokens=none.parquet is no file of key tokens"),
+        (["eval.key_tokens=none.parquet"], "eval.key_tokens=none.parquet is no file of key tokens (there is no such"),
         (
             ["attention=sdpa_flash", "eval.prefill_tokens=48"],
             "sdpa_flash takes the causal mask where there are as many queries as keys, not 48 and 64; standard,",

@@ -14,7 +14,7 @@ import pytest
 import torch
 from commands import SMALL, run_command
 
-from flashtrain import runs
+from flashtrain import fit, runs
 from flashtrain.training.callbacks import Reporter
 from flashtrain.training.checkpoint import read_checkpoint
 from flashtrain.training.loggers import CsvLogger
@@ -183,7 +183,7 @@ def test_a_full_disk_ends_in_one_sentence_and_a_run_that_continues(tmp_path, mon
     train_until(monkeypatch, 1, *same)
     no_room = {
         (os, "fsync"): "cannot write run/checkpoints/best.ckpt (No space left on device); the one before it is whole",
-        (CsvLogger, "log_metrics"): "run cannot be written (No space left on device); make room and say resume=run",
+        (CsvLogger, "log_metrics"): "run cannot be written (No space left on device); mend that and say resume=run",
     }
     for (owner, name), sentence in no_room.items():
         with monkeypatch.context() as patch:
@@ -193,6 +193,41 @@ def test_a_full_disk_ends_in_one_sentence_and_a_run_that_continues(tmp_path, mon
         assert not list((tmp_path / "run").rglob(".*"))
     train(*same)
     assert "bits per byte: " in capsys.readouterr().out
+
+
+def test_a_folder_of_logs_that_is_gone_ends_in_one_sentence(monkeypatch):
+    at_step(monkeypatch, 2, lambda: shutil.rmtree("run/logs"))
+    told = sentence_of("output=run", "train.log_every=1", "logger.tensorboard=false")
+    assert told == "error: run cannot be written (No such file or directory); mend that and say resume=run"
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "LOCK_SECONDS", 0)
+    same = ["output=run", "train.log_every=1"]
+    train_until(monkeypatch, 1, *same)
+    before = sorted(path.name for path in (tmp_path / "run").rglob("*"))
+    with runs.alone_in(tmp_path / "run"):
+        for word in ("auto", "must"):
+            assert "another process trains in run; wait for its end, or stop it" in sentence_of(*same, f"resume={word}")
+        with pytest.raises(SystemExit, match="another process trains in run"):
+            run_command("python train.py resume=run")
+    assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == before
+    train(*same, "resume=must")
+
+
+@pytest.mark.parametrize("stage", ["_sample", "_evaluate", "_report"])
+def test_a_run_that_was_ended_in_its_report_is_not_finished(stage, tmp_path, monkeypatch, capsys):
+    def killed(*_):
+        raise SystemExit(1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fit, stage, killed)
+        with pytest.raises(SystemExit):
+            train("output=run", "resume=auto")
+    train("output=run", "resume=auto")
+    assert "bits per byte: " in capsys.readouterr().out
+    for name in ("result.json", "sample.txt", "evaluation/final/perplexity.json"):
+        assert (tmp_path / "run" / name).exists()
 
 
 @pytest.mark.parametrize("workers", [0, 2], ids="{}-workers".format)

@@ -20,8 +20,10 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._known = np.fromfile(path, DTYPE) if path.exists() else np.empty(0, DTYPE)
+        content = path.read_bytes() if path.exists() else b""
+        self._known = np.frombuffer(content[: len(content) // DTYPE.itemsize * DTYPE.itemsize], DTYPE)
         self._taken = 0
+        self._num_bytes = len(content)
 
     @property
     def num_known(self) -> int:
@@ -40,12 +42,22 @@ class Journal:
         return batches
 
     def append(self, values: np.ndarray) -> None:
-        """Keep the values of the next targets that `take` did not know."""
+        """Keep the values of the next targets that `take` did not know.
+
+        Raises UserError where the file cannot be written, or is not as this process left it.
+        """
+        exists = self.path.exists()
+        if (self.path.stat().st_size if exists else 0) != self._num_bytes:
+            raise UserError(
+                f"{self.path} was changed while this evaluation went on: another process makes the same one, or it was "
+                "removed; leave one process to it, or give the command again to go on from what is there"
+            )
         try:
-            with self.path.open("r+b" if self.path.exists() else "xb") as file:
+            with self.path.open("r+b" if exists else "xb") as file:
                 file.truncate(self._taken * DTYPE.itemsize)  # a batch that was cut while it was written
                 file.seek(0, 2)
                 file.write(values.astype(DTYPE).tobytes())
+                self._num_bytes = file.tell()
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be written ({error.strerror}); make room, and the same command goes on from there"

@@ -52,6 +52,7 @@ class KeyScore:
     score: Score | None  # None where there is no key target
     scored: int  # targets of the longest openings
     chosen: int  # key tokens of the evaluator, in its own documents
+    reached: int  # of which some byte is of those targets
     choice: Choice
 
     @property
@@ -81,22 +82,27 @@ def choose_keys(table: TargetTable, choice: Choice) -> KeyTokens:
 def score_keys(table: TargetTable, keys: KeyTokens) -> KeyScore:
     """Score the targets, of the longest openings, that stand for a byte of a key token."""
     openings = longest_openings(table)
-    of_keys = openings.where(_overlaps(openings, keys))
-    score = summarize(of_keys) if len(of_keys) else None
-    return KeyScore(score, len(openings), len(keys.documents), keys.choice)
+    of_keys, reached = _overlaps(openings, keys)
+    score = summarize(openings.where(of_keys)) if of_keys.any() else None
+    return KeyScore(score, len(openings), len(keys.documents), int(reached.sum()), keys.choice)
 
 
-def _overlaps(table: TargetTable, keys: KeyTokens) -> np.ndarray:
-    """(targets,) bool: whether some byte of the target is one of a key."""
-    found = np.zeros(len(table), bool)
+def _overlaps(table: TargetTable, keys: KeyTokens) -> tuple[np.ndarray, np.ndarray]:
+    """Whether some byte of a target is one of a key, (targets,) bool, and whether one of a key is, (keys,) bool."""
+    found, reached = np.zeros(len(table), bool), np.zeros(len(keys.documents), bool)
     for document in np.unique(keys.documents):
-        of_keys, rows = keys.documents == document, np.flatnonzero(table.document == document)
+        of_keys, rows = keys.documents == document, np.flatnonzero((table.document == document) & (table.bytes > 0))
         starts, stops = keys.starts[of_keys], keys.stops[of_keys]
         begins, ends = table.offset[rows], table.offset[rows] + table.bytes[rows]
-        first_behind = np.searchsorted(stops, begins, side="right")  # the first key that ends behind the target's begin
-        reached = np.append(starts, np.iinfo(np.int64).max)[first_behind]
-        found[rows] = (reached < ends) & (begins < ends)
-    return found
+        found[rows] = _meet(begins, ends, starts, stops)
+        reached[of_keys] = _meet(starts, stops, begins, ends)
+    return found, reached
+
+
+def _meet(begins: np.ndarray, ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """(n,) bool: whether some of the bytes begins to ends are of those from starts to stops, which are in order."""
+    first_behind = np.searchsorted(stops, begins, side="right")  # the first that stops behind the begin
+    return np.append(starts, np.iinfo(np.int64).max)[first_behind] < ends
 
 
 def write_keys(keys: KeyTokens, path: Path) -> None:
@@ -113,8 +119,9 @@ def read_keys(path: Path, text: str) -> KeyTokens:
         columns = (stored[name].to_numpy() for name in ("document", "start", "stop"))
         keys = KeyTokens(*columns, choice)
     except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = error if path.is_file() else "there is no such file"
         raise UserError(
-            f"eval.key_tokens={path} is no file of key tokens ({error}); name the key_tokens.parquet of an evaluation "
+            f"eval.key_tokens={path} is no file of key tokens ({reason}); name the key_tokens.parquet of an evaluation "
             "with eval.key_tokens=self"
         ) from None
     if choice.text != text:

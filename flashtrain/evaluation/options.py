@@ -74,10 +74,13 @@ class EvalOptions:
         problems = self.validate_lengths(max_positions) + self._strided(max_positions)
         if self.prefix not in PREFIXES:
             problems.append(f"eval.prefix={self.prefix} is not one of {', '.join(PREFIXES)}")
-        if self.lengths and (shortest := min(self.lengths)) <= self.targets_per_anchor:
+        shortest = min(self.lengths, default=2)
+        if shortest < 2:
+            problems.append(f"eval.lengths has {shortest}, and the least is 2, a token and what follows it")
+        elif self.lengths and self.max_anchors != 0 and shortest <= self.targets_per_anchor:
             problems.append(
                 f"eval.targets_per_anchor={self.targets_per_anchor} leaves no context at the shortest of "
-                f"eval.lengths, {shortest}; it must be below every length"
+                f"eval.lengths, {shortest}; it must be below every length, or say eval.max_anchors=0"
             )
         return problems
 

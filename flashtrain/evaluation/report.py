@@ -45,6 +45,8 @@ CSV_COLUMNS = [
     "words",
     "documents",
     "scored_targets",
+    "evaluator_keys",
+    "evaluator_keys_in_scored",
     "evaluator",
     "beyond_training_length",
 ]
@@ -118,7 +120,13 @@ def rows_by_metric(curves: PerplexityCurves) -> dict[str, list[dict]]:
         windows = {"window": options.window, "stride": options.stride}
         rows["ppl_strided"] = [windows | figures(strided.score, options.window) | _compatible(strided)]
     if keys:
-        in_scored = {"length": curves.longest, "scored_targets": keys.scored, "evaluator": keys.choice.evaluator}
+        in_scored = {
+            "length": curves.longest,
+            "scored_targets": keys.scored,
+            "evaluator": keys.choice.evaluator,
+            "evaluator_keys": keys.chosen,
+            "evaluator_keys_in_scored": keys.reached,
+        }
         scored = figures(keys.score, curves.longest) if keys.score else {"perplexity": None, "targets": 0}
         rows["key_ppl"] = [in_scored | scored]
     return rows
@@ -168,8 +176,9 @@ def describe_scored(curves: PerplexityCurves) -> str:
     if (keys := curves.key_tokens) is not None:
         sentences.append(
             f"Key tokens: of {keys.choice.evaluator}, {keys.chosen:,} of them in the first {keys.choice.longest:,} "
-            f"tokens; each gains over {LEAST_GAIN:g} nats on a context of {keys.choice.short_context:,} tokens and a "
-            f"few more, and keeps less than {MOST_NLL:g}."
+            f"tokens of its documents, of which {keys.reached:,} are in what was scored here; each gains over "
+            f"{LEAST_GAIN:g} nats on a context of {keys.choice.short_context:,} tokens and a few more, and keeps less "
+            f"than {MOST_NLL:g}."
         )
     shares = [
         (coverage.documents, coverage.documents_long_enough),

@@ -61,7 +61,8 @@ class Documents:
         """What a window y[start : stop] feeds, int64: the tokens, or the document's prefix in place of the first."""
         tokens = self.tokens(document, start, stop)
         if self.prefix == "window":
-            tokens[0] = self.stream.tokens[self.stream.offsets[document]]
+            first = self.stream.offsets[document]
+            tokens[:1] = self.stream.tokens[first : first + 1]
         return tokens
 
 

@@ -50,7 +50,10 @@ def _tensor_files(folder: Path) -> list[Path]:
         return [folder / TENSORS]
     if (folder / INDEX).exists():
         index = _read_json(folder / INDEX, f"{folder / INDEX} is not an index")
-        names = sorted(set(index.get("weight_map", {}).values()))
+        places = index.get("weight_map", {})
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise UserError(f"{folder / INDEX} does not say in which file each tensor is; fetch it again")
+        names = sorted(set(places.values()))
         if elsewhere := [name for name in names if Path(name).name != name]:
             raise UserError(f"{folder / INDEX} names {elsewhere[0]}, which is not in {folder}; move it there")
         return [folder / name for name in names]

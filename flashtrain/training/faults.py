@@ -90,8 +90,8 @@ class FaultFlag:
             kept = ranks.gathered(self._keep(inputs) if ranks.rank() == 0 else "")[0]
             raise UserError(
                 f"step {inputs.step}: the loss or the gradient is NaN or Inf{where}, so the update was not applied and "
-                f"training stops; {kept}lower optimizer.learning_rate or look at the data of this "
-                "step"
+                f"training stops; {kept}look at the data of this step, or start a run from the weights of the last "
+                "checkpoint, train.init_from=DIR, with a lower optimizer.learning_rate"
             )
 
 

@@ -18,14 +18,28 @@ SHORT = replace(OPTIONS, lengths=[32, 64, 128], targets_per_anchor=16, max_ancho
 
 
 @dataclass
+class Tokens:
+    """Read in slices, as tokens on disk are, and in no other way."""
+
+    array: np.ndarray
+
+    def __len__(self):
+        return len(self.array)
+
+    def __getitem__(self, place):
+        assert isinstance(place, slice)
+        return self.array[place]
+
+
+@dataclass
 class Stream:
-    tokens: np.ndarray
+    tokens: Tokens
     offsets: np.ndarray
 
 
 def stream_of(documents):
     offsets = np.cumsum([0, *map(len, documents)]).astype(np.int64)
-    return Stream(np.concatenate(documents).astype(np.uint16), offsets)
+    return Stream(Tokens(np.concatenate(documents).astype(np.uint16)), offsets)
 
 
 @pytest.fixture

@@ -91,6 +91,18 @@ def test_it_is_removed_when_asked(path):
     assert not path.exists()
 
 
+@pytest.mark.parametrize("there", [None, 2, 5], ids=["removed", "shorter", "longer"])
+def test_a_journal_that_another_process_changed_is_left_as_it_is(there, path):
+    journal = Journal(path)
+    journal.append(np.arange(3, dtype=np.float32))
+    path.unlink()
+    if there is not None:
+        np.arange(there, dtype=np.float32).tofile(path)
+    with pytest.raises(UserError, match="unfinished.f32 was changed while this evaluation went on: another process"):
+        journal.append(np.ones(3, np.float32))
+    assert (np.fromfile(path, np.float32).tolist() if path.exists() else None) == (there and [*range(there)])
+
+
 def test_no_room_ends_in_a_sentence(tmp_path):
     with pytest.raises(UserError, match=r"missing.f32 cannot be written \(No such file or directory\); make room"):
         Journal(tmp_path / "none" / "missing.f32").append(torch.ones(2).numpy())

@@ -6,6 +6,7 @@ import torch
 
 from flashtrain.errors import UserError
 from flashtrain.evaluation.key_tokens import read_keys, score_keys, short_context, write_keys
+from flashtrain.evaluation.report import describe_scored
 from flashtrain.evaluation.scoring import Documents, score
 from flashtrain.evaluation.windows import opening_windows
 
@@ -73,7 +74,11 @@ def test_kept_keys_are_scored_for_another_model(periodic, evaluation_of, tmp_pat
     assert other.curves.key_tokens.keys == 3 * 216
     assert not other.table.lengths("short"), "the choice is made"
     half = evaluation_of(copying(0.5, 0.7), periodic, lengths=[148], key_tokens=path)
-    assert (half.curves.key_tokens.keys, half.curves.key_tokens.chosen) == (3 * 108, 3 * 216)
+    keys = half.curves.key_tokens
+    assert (keys.keys, keys.chosen, keys.reached) == (3 * 108, 3 * 216, 3 * 108)
+    assert f"of its documents, of which {3 * 108} are in what was scored here" in describe_scored(half.curves)
+    one = evaluation_of(copying(0.5, 0.7), periodic, lengths=[256], max_documents=1, key_tokens=path)
+    assert (one.curves.key_tokens.keys, one.curves.key_tokens.reached) == (216, 216)
 
 
 def test_places_in_the_text_serve_another_tokenizer(periodic, evaluation_of, make_stream):
@@ -90,7 +95,7 @@ def test_places_in_the_text_serve_another_tokenizer(periodic, evaluation_of, mak
     )
     keys = score_keys(table, chosen.keys)
     # keys are the bytes 40 to 255 of each document, of which no token is a prefix
-    assert keys.keys == 3 * 108
+    assert (keys.keys, keys.reached) == (3 * 108, 3 * 216)
     assert keys.score.loss == pytest.approx(np.mean(np.arange(20, 128)))
 
 

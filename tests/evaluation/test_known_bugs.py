@@ -106,7 +106,7 @@ def test_transformers_40524_the_prefix_token_stands_where_the_policy_says(
 def test_lm_eval_1586_the_prefix_token_is_the_corpus_own_and_is_named(random_stream, evaluation_of, recurrent_nll):
     stream = random_stream(200)
     curves = evaluation_of(recurrent_nll, stream, prefix="window").curves
-    assert curves.conditions.prefix_id == stream.tokens[0] == 256
+    assert curves.conditions.prefix_id == stream.tokens.array[0] == 256
 
 
 def test_lm_eval_806_a_models_figures_do_not_drift(make_stream, evaluation_of):
@@ -147,7 +147,7 @@ def test_lm_eval_2467_a_stride_of_the_window_is_its_rolling_log_likelihood(
     """Which depends on its max_length, so window and stride are in the row of the result."""
     stream = random_stream(length)
     table = whole_documents(recurrent_nll, stream, max_length, max_length)
-    y, expected = torch.from_numpy(stream.tokens.astype(np.int64)), 0.0
+    y, expected = torch.from_numpy(stream.tokens.array.astype(np.int64)), 0.0
     for first, targets in rolling_windows(length - 1, max_length):
         last = targets[-1]
         nll = recurrent_nll(y[None, first:last], y[None, first + 1 : last + 1])[0, -len(targets) :]
@@ -167,7 +167,7 @@ def test_lm_eval_1565_window_and_stride_stand_in_the_row(random_stream, evaluati
 def test_lm_eval_2301_no_window_crosses_from_one_document_into_another(
     random_stream, make_stream, evaluation_of, recurrent_nll
 ):
-    first, second = random_stream(150).tokens, random_stream(130, seed=1).tokens
+    first, second = random_stream(150).tokens.array, random_stream(130, seed=1).tokens.array
     settings = {"window": 50, "stride": 20, "key_tokens": "self"}
     apart = [evaluation_of(recurrent_nll, make_stream([alone]), **settings).table for alone in (first, second)]
     both = evaluation_of(recurrent_nll, make_stream([first, second]), **settings).table
@@ -243,7 +243,7 @@ def test_torchtitan_2366_the_loss_of_an_evaluation_is_that_of_training(random_st
     model = build_model(options, "standard", CPU, "none")
     stream = random_stream(60, 60, 60)
     table = whole_documents(scorer(model, CPU, 16, None, None), stream, 59, 59)
-    rows = torch.from_numpy(stream.tokens.astype(np.int64)).view(3, 60)
+    rows = torch.from_numpy(stream.tokens.array.astype(np.int64)).view(3, 60)
     hidden, targets = model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()
     loss = summed_cross_entropy(hidden, model.head_weight, targets, options.vocab_size, 16)
     assert ppl_strided(table).nll_sum == pytest.approx(loss.item(), rel=1e-6)
@@ -283,5 +283,5 @@ def test_the_loss_of_a_window_is_cross_entropy(random_stream, whole_documents):
 
     stream = random_stream(100)
     rows = whole_documents(nll, stream, 30, 30)
-    y = torch.from_numpy(stream.tokens.astype(np.int64))
+    y = torch.from_numpy(stream.tokens.array.astype(np.int64))
     np.testing.assert_allclose(rows.nll, F.cross_entropy(table[y[:-1]], y[1:], reduction="none"), rtol=1e-6)

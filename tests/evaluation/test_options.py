@@ -22,7 +22,8 @@ def test_good_options_have_no_problem():
         ({"lengths": [256, 128]}, "must increase"),
         ({"lengths": [128, 128]}, "must increase"),
         ({"lengths": [64, 128]}, "leaves no context at the shortest of eval.lengths, 64"),
-        ({"lengths": [-2, 128]}, "leaves no context"),
+        ({"lengths": [-2, 128]}, "eval.lengths has -2, and the least is 2"),
+        ({"lengths": [1, 128], "max_anchors": 0}, "eval.lengths has 1, and the least is 2"),
         ({"lengths": [128, 512]}, "learned positions end at 256"),
         ({"targets_per_anchor": 0}, "eval.targets_per_anchor=0 must be at least 1"),
         ({"max_documents": 0}, "eval.max_documents=0 must be at least 1"),
@@ -42,6 +43,10 @@ def test_a_mistake_is_named(changes, sentence):
     problems = replace(OPTIONS, **changes).validate(max_positions=256)
     assert len(problems) == 1
     assert sentence in problems[0]
+
+
+def test_without_anchors_a_length_may_be_below_the_targets_of_one():
+    assert not replace(OPTIONS, lengths=[2], max_anchors=0).validate(max_positions=256)
 
 
 def test_a_stride_of_null_is_the_window():

@@ -110,7 +110,7 @@ def test_curves_do_not_depend_on_the_batch(batch_tokens, random_stream, curves_o
 
 def test_another_document_changes_nothing(random_stream, make_stream, curves_of, recurrent_nll):
     alone = random_stream(260)
-    beside = make_stream([alone.tokens, random_stream(127, seed=1).tokens])  # too short to be scored
+    beside = make_stream([alone.tokens.array, random_stream(127, seed=1).tokens.array])  # too short to be scored
     assert curves_of(recurrent_nll, beside).at_length == curves_of(recurrent_nll, alone).at_length
     assert curves_of(recurrent_nll, beside).vs_context == curves_of(recurrent_nll, alone).vs_context
 

@@ -35,7 +35,7 @@ def test_each_target_is_the_token_after_its_input(make_stream):
     windows = Windows(CONTEXT, 20, np.array([0, 1, 1]), starts, starts + 20, np.full(3, 6))
     table = score_alone(nll, stream, windows, bytes_per_token=np.ones(65536, dtype=np.int64), batch_tokens=40)
     expected = [stream.offsets[d] + start + 14 + np.arange(6) for d, start in ((0, 20), (1, 0), (1, 30))]
-    assert table.nll.tolist() == stream.tokens[np.concatenate(expected)].tolist()
+    assert table.nll.tolist() == stream.tokens.array[np.concatenate(expected)].tolist()
     assert table.document.tolist() == [0] * 6 + [1] * 12
     assert table.position.tolist() == [*range(34, 40), *range(14, 20), *range(44, 50)]
 

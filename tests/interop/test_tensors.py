@@ -125,6 +125,10 @@ def test_files_that_are_missing_damaged_or_elsewhere_are_refused(folder):
     index.write_text(json.dumps({"weight_map": {FIRST: "../part.safetensors"}}))
     with pytest.raises(UserError, match="names ../part.safetensors, which is not in .*hub; move it there"):
         weights_of(folder)
+    for places in ([], {FIRST: 3}):
+        index.write_text(json.dumps({"weight_map": places}))
+        with pytest.raises(UserError, match="index.json does not say in which file each tensor is; fetch it again"):
+            weights_of(folder)
     index.write_text("{")
     with pytest.raises(UserError, match="index.json is no JSON"):
         weights_of(folder)

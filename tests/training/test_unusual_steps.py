@@ -118,7 +118,7 @@ def test_a_fault_whose_file_cannot_be_written_is_told_all_the_same(tmp_path, mon
 
     monkeypatch.setattr(os, "fsync", full)
     module = make_module(NUM_STEPS, fault_folder=tmp_path / "faults")
-    with pytest.raises(UserError, match=r"^step 7: .* NaN or Inf.*; its inputs are not saved \(cannot write .*; lower"):
+    with pytest.raises(UserError, match=r"^step 7: .* NaN or Inf.*; its inputs are not saved \(cannot write .*; look"):
         make_trainer(tmp_path, NUM_STEPS, checkpoint_every=1000).fit(
             module,
             datamodule=Steps(
