@@ -2,6 +2,7 @@
 
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,16 +16,23 @@ WINDOW, FEWEST = 50, 20
 DEVIATIONS = 6.0
 LEAST_RISE = 0.1
 
+USUAL_LOSSES = "usual_losses"
+
 
 class Spikes:
     """A spike is a loss above the mean of the last 50, once there are 20, by 0.1 and by six standard deviations."""
 
-    def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=WINDOW)
+    def __init__(self, losses: Iterable[float] = ()) -> None:
+        self._losses = deque(losses, maxlen=WINDOW)
+
+    @property
+    def losses(self) -> list[float]:
+        """Those that the next is compared with."""
+        return list(self._losses)
 
     def expected(self, loss: float) -> float | None:
         """Take the next loss; where it is a spike, return the mean of those before."""
-        before = list(self._losses)
+        before = self.losses
         self._losses.append(loss)
         if len(before) < FEWEST:
             return None
@@ -56,6 +64,13 @@ class UnusualSteps(Callback):
         self._tell(trainer)
         read = {name: outputs[name] for name in ("loss", "grad_norm", "skipped_steps") if name in outputs}
         self._pending = _Step(trainer.global_step, LateScalars(read), batch)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._tell(trainer)
+        checkpoint[USUAL_LOSSES] = self._spikes.losses
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._spikes = Spikes(checkpoint.get(USUAL_LOSSES, ()))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._tell(trainer)

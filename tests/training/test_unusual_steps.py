@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from rich.console import Console
-from tiny_training import ADAMW, CPU, ROWS, Steps, batch_of, make_module, make_trainer, nll, weights
+from tiny_training import ADAMW, CPU, ROWS, Steps, StopAt, batch_of, make_module, make_trainer, nll, weights
 
 from flashtrain.errors import UserError
 from flashtrain.training.loggers import CsvLogger
@@ -142,16 +142,26 @@ def test_a_spike_is_far_above_what_came_before():
     assert [early.expected(loss) for loss in (3.0, 3.0, 30.0)] == 3 * [None]
 
 
-def test_a_spike_is_told_with_its_rows_and_logged(tmp_path):
+@pytest.mark.parametrize("resumed", [False, True], ids=["in-one-go", "resumed-just-before"])
+def test_a_spike_is_told_with_its_rows_and_logged(resumed, tmp_path):
     def edit(step, batch):
         batch = with_rows(step, batch)
         if step == 115:  # labels from nowhere
             batch["labels"] = batch["labels"].flip(0, 1)
         return batch
 
-    file = io.StringIO()
-    trainer = make_trainer(tmp_path, 120, console=Console(file=file), loggers=[CsvLogger(tmp_path)], log_every=1)
-    trainer.fit(make_module(120), datamodule=Steps(120, edit))
+    def fit(callbacks, checkpoint):
+        loggers = [CsvLogger(tmp_path)]
+        trainer = make_trainer(
+            tmp_path, 120, console=Console(file=file), loggers=loggers, log_every=1, callbacks=callbacks
+        )
+        trainer.fit(make_module(120), datamodule=Steps(120, edit), ckpt_path=checkpoint)
+
+    file, checkpoint = io.StringIO(), None
+    if resumed:
+        fit([StopAt(113)], None)
+        checkpoint = tmp_path / "checkpoints/last.ckpt"
+    fit([], checkpoint)
     [spike] = rows(tmp_path / "spike.csv")
     of_the_step = rows(tmp_path / "train.csv")[115]
     assert spike["step"] == of_the_step["step"] == "116" and spike["loss"] == of_the_step["loss"]
