@@ -252,9 +252,7 @@ def _folder(config: Config, made: Assembly, corpus: Data, checkpoint: Path | Non
     return runs.folder_to_start_in(config.output)
 
 
-def _record(
-    folder: Path, config: Config, made: Assembly, corpus: Data, resumed: bool, world_size: int
-) -> None:
+def _record(folder: Path, config: Config, made: Assembly, corpus: Data, resumed: bool, world_size: int) -> None:
     """Save the settings of this run in its folder, or that it goes on."""
     runs.remove_partial_files(folder)
     if resumed:
