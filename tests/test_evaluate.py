@@ -48,7 +48,7 @@ def losses(report):
     return {row["length"]: row["loss"] for row in report["ppl_at_length"]}
 
 
-def test_scaling_is_named_said_and_changes_what_it_should(evaluate, capsys):
+def test_soup_793_scaling_is_named_said_and_changes_what_it_should(evaluate, capsys):
     plain = evaluate()
     assert plain["conditions"]["positions"] == "default RoPE (theta 10000.0)"
     assert "in place of" not in capsys.readouterr().out

@@ -86,7 +86,7 @@ def test_transformers_18887_the_first_window_has_all_its_inputs(random_stream, r
 
 
 @pytest.mark.parametrize("prefix", ["document", "window", "none"])
-def test_transformers_40524_the_prefix_token_stands_where_the_policy_says(
+def test_transformers_40524_and_skylight_90_the_prefix_token_stands_where_the_policy_says(
     prefix, random_stream, evaluation_of, recurrent_nll
 ):
     fed, stream = [], random_stream(300)
@@ -98,7 +98,7 @@ def test_transformers_40524_the_prefix_token_stands_where_the_policy_says(
     curves = evaluation_of(nll, stream, lengths=[128], window=50, stride=20, prefix=prefix).curves
     begin_with_prefix = {"document": [True, False], "window": [True, True], "none": [False, False]}[prefix]
     assert {row[0] == 256 for row in fed} == set(begin_with_prefix)
-    assert all(256 not in row[1:] for row in fed), "and nowhere else (skylight-research PR #90)"
+    assert all(256 not in row[1:] for row in fed), "and nowhere else"
     assert curves.options.prefix == prefix
     assert curves.strided.score.targets == (298 if prefix == "none" else 299)
 
@@ -258,6 +258,28 @@ def test_llama_cpp_23569_logits_exist_one_chunk_at_a_time():
         scorer(model, CPU, 128, None, 128)(tokens, tokens)
     chunk = 128 * options.padded_vocab_size * 4
     assert memory.peak < 6 * chunk < 8192 * options.padded_vocab_size * 4 / 10
+
+
+def test_dspark_81_a_length_is_that_of_what_was_fed(random_stream, evaluation_of, recurrent_nll):
+    fed = []
+
+    def nll(inputs, targets):
+        fed.extend(len(row) for row in inputs)
+        return recurrent_nll(inputs, targets)
+
+    lengths = [32, 90, 128, 4096]
+    evaluation = evaluation_of(nll, random_stream(130, 100, 300), lengths=lengths, follows_length=True)
+    curves, reached = evaluation.curves, lengths[:3]
+    assert curves.unreached == (4096,) and list(curves.at_length) == reached
+    assert set(fed) == set(reached)
+    for length in reached:
+        assert evaluation.table.of("opening", length).position.max() == length - 1
+
+
+def test_llama_cpp_2714_both_halves_of_a_window_are_scored(random_stream, whole_documents, recurrent_nll):
+    """It scores the latter half of disjoint windows: other targets, so another figure."""
+    table = whole_documents(recurrent_nll, random_stream(257), 64, 64)
+    assert [(table.window == window).sum() for window in np.unique(table.window)] == [64, 64, 64, 64]
 
 
 def test_llama_cpp_7111_bits_per_byte_stand_beside_every_perplexity(random_stream, evaluation_of, recurrent_nll):

@@ -66,7 +66,7 @@ def evaluate(conditions):
     return build
 
 
-def test_a_model_that_looks_up_is_always_right(evaluate):
+def test_ninfer_171_an_answer_is_right_where_its_token_is_the_likeliest(evaluate):
     evaluation = evaluate(lookup())
     for length in LENGTHS:
         recall = evaluation.at_length[length]

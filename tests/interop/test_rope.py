@@ -96,7 +96,7 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
     ],
     ids=["absent", "theta", "llama3", "type", "both-names", "dynamic", "null", "length-outside", "mscale", "by-layer"],
 )  # fmt: skip
-def test_both_layouts_are_read(settings, rope):
+def test_sglang_26187_both_layouts_are_read(settings, rope):
     assert read(**settings) == rope
 
 

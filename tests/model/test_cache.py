@@ -62,8 +62,8 @@ def test_every_variant_that_takes_more_keys_than_queries_reads_pieces(variant):
     torch.testing.assert_close(in_pieces(make_model(variant), tokens, 20), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_dynamic_frequencies_are_those_of_the_whole_sequence():
-    """vllm#5093, transformers#25104: frequencies that grow with what is in the cache are of no length at all."""
+def test_vllm_5093_dynamic_frequencies_are_those_of_the_whole_sequence():
+    """Frequencies that grow with what is in the cache are of no length at all."""
     model, tokens = make_model().double(), make_tokens()
     with torch.no_grad():
         whole = model(tokens, rope=DYNAMIC)
@@ -71,7 +71,7 @@ def test_dynamic_frequencies_are_those_of_the_whole_sequence():
     torch.testing.assert_close(in_pieces(model, tokens, 16, rope=DYNAMIC), whole, rtol=1e-10, atol=1e-12)
 
 
-def test_a_long_sequence_leaves_nothing_behind_for_a_short_one():
+def test_transformers_25104_a_long_sequence_leaves_nothing_behind_for_a_short_one():
     model = make_model()
     with torch.no_grad():
         fresh = model(make_tokens(8), rope=DYNAMIC)

@@ -40,7 +40,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(("rope", "frequencies", "attention_factor"), PUBLISHED.values(), ids=PUBLISHED)
-def test_every_scaling_has_the_published_frequencies(rope, frequencies, attention_factor):
+def test_vllm_46280_every_scaling_has_the_published_frequencies_and_factor(rope, frequencies, attention_factor):
     assert rope.validate("rope", 128) == []
     resolved = rope.resolve()
     actual = inverse_frequencies(resolved, 128, length=8192)[[0, 16, 32, 48, 63]]
@@ -148,7 +148,7 @@ def test_scores_depend_on_the_distance_only():
     assert score(8, 0) != pytest.approx(score(7, 0), abs=1e-2)
 
 
-def test_bfloat16_model_rotates_position_16384_as_precisely_as_bfloat16_allows():
+def test_transformers_25681_a_bfloat16_model_rotates_position_16384_as_precisely_as_bfloat16_allows():
     """One token repeated gives one query at every position, so each must be the first one, rotated."""
     options = preset("nano", num_layers=1, hidden_size=64, num_heads=1, vocab_size=64)
     seen = {}

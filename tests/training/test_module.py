@@ -111,7 +111,7 @@ def test_each_kind_of_parameters_has_its_learning_rate_in_the_log(tmp_path):
 
 
 @pytest.mark.parametrize("micro_batch_rows", [1, 3, 7], ids="micro{}".format)
-def test_micro_batches_do_not_change_the_step(tmp_path, micro_batch_rows):
+def test_transformers_34191_micro_batches_do_not_change_the_step(tmp_path, micro_batch_rows):
     losses = []
     for rows in (ROWS, micro_batch_rows):
         module = make_module(NUM_STEPS, micro_batch_rows=rows)
