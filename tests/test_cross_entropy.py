@@ -146,7 +146,7 @@ def test_a_vocabulary_beyond_the_columns_is_refused():
 
 @pytest.fixture
 def head_with_kernel(monkeypatch):
-    monkeypatch.setattr(head, "_has_kernel", lambda logits: True)
+    monkeypatch.setattr(head, "has_kernel", lambda logits: True)
     return head
 
 

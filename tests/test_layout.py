@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 VERBS = {"fit", "evaluate", "generate", "replay", "convert"}
 
 DOOR = "kernels.attention"
-CROSS_ENTROPY = "kernels.cross_entropy"
+CROSS_ENTROPY, SWIGLU = "kernels.cross_entropy", "kernels.swiglu"
 NOUNS = {"model", "data", "training", "evaluation", "performance", "interop"}
 SETTINGS = {"config", "composition", "saved_settings"}
 
@@ -26,7 +26,7 @@ ALLOWED = {
     "performance": {DOOR, "charts"},
     "data": set(),
     "evaluation": {"charts", "device", "ranks"},
-    "model": {DOOR, CROSS_ENTROPY},
+    "model": {DOOR, CROSS_ENTROPY, SWIGLU},
     "training": {"model", "performance", "device", "ranks"},
     "interop": {"model"},
     "runs": {"training"},

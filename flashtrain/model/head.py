@@ -8,7 +8,6 @@ Source: Liger-Kernel, arXiv 2410.10989.
 N rows, C hidden size, V padded vocabulary, n rows of one chunk.
 """
 
-import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -16,11 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashtrain.model.layers import activation_dtype
+from flashtrain.model.layers import activation_dtype, has_kernel
 
 IGNORED = -100
-
-_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def summed_cross_entropy(
@@ -119,16 +116,10 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return grad_hidden_NC * grad_output, grad_weight_VC * grad_output, None, None, None, None
 
 
-def _has_kernel(logits_nV: Tensor) -> bool:
-    """Whether our kernel takes them, where PyTorch would write out each step in float32."""
-    return _TRITON and logits_nV.is_cuda and logits_nV.dtype != torch.float64
-
-
 def _nll(logits_nV: Tensor, targets_n: Tensor, vocab_size: int) -> Tensor:
     """Return -log p(target) (n,), 0 for ignored rows."""
-    if _has_kernel(logits_nV):
-        # Imported when it is first launched: to import Triton is slow, and settles whether it interprets.
-        from flashtrain.kernels.cross_entropy import nll
+    if has_kernel(logits_nV):
+        from flashtrain.kernels.cross_entropy import nll  # when it is first launched: to import Triton is slow
 
         return nll(logits_nV, targets_n, vocab_size, IGNORED)
     return _pick_nll(_log_probabilities(logits_nV, vocab_size), targets_n, vocab_size)
@@ -142,7 +133,7 @@ def _nll_and_hit(logits_nV: Tensor, targets_n: Tensor, vocab_size: int) -> Tenso
 
 def _nll_and_gradient(logits_nV: Tensor, targets_n: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Return what `_nll` does and, in the dtype of the logits and maybe their memory, the gradient of its sum."""
-    if _has_kernel(logits_nV):
+    if has_kernel(logits_nV):
         from flashtrain.kernels.cross_entropy import nll_and_gradient_
 
         return nll_and_gradient_(logits_nV, targets_n, vocab_size, IGNORED), logits_nV

@@ -1,5 +1,6 @@
 """The layers that know nothing of sequence: norms and MLPs, and the dtype that activations travel in."""
 
+import importlib.util
 import math
 from collections.abc import Callable
 
@@ -11,6 +12,13 @@ from flashtrain.model.options import ModelOptions
 
 # (function, *arguments) -> its result
 Call = Callable[..., Tensor]
+
+_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Return whether a kernel of ours takes `x`, where PyTorch would write out each step of what it computes."""
+    return _TRITON and x.is_cuda and x.dtype != torch.float64
 
 
 def activation_dtype(x: Tensor) -> torch.dtype:
@@ -53,6 +61,17 @@ def gelu(x: Tensor) -> Tensor:
     return (wide * torch.sigmoid(2 * u)).to(x.dtype)
 
 
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up (..., W) of both side by side (..., 2 W). Source: arXiv 2002.05202."""
+    if has_kernel(gate_up):
+        # Imported when it is first launched: to import Triton is slow, and settles whether it interprets.
+        from flashtrain.kernels.swiglu import swiglu
+
+        return swiglu(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 class GeluMLP(nn.Module):
     """y = down(gelu(up(x))); `call` calls what follows up."""
 
@@ -70,10 +89,7 @@ class GeluMLP(nn.Module):
 
 
 class SwigluMLP(nn.Module):
-    """y = down(silu(gate(x)) * up(x)), gate and up in one matrix product; `call` calls what follows it.
-
-    Source: arXiv 2002.05202.
-    """
+    """y = down(swiglu(gate(x), up(x))), gate and up in one matrix product; `call` calls what follows it."""
 
     def __init__(self, options: ModelOptions, call: Call):
         super().__init__()
@@ -85,8 +101,7 @@ class SwigluMLP(nn.Module):
         return self._call(self._activate_and_project, self.gate_up(x_BSC))
 
     def _activate_and_project(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(swiglu(gate_up))
 
 
 def mlp(options: ModelOptions, call: Call) -> nn.Module:

@@ -183,11 +183,9 @@ def _mlp_inputs(model: GPT) -> int:
 
 
 def _mlp_activated(model: GPT, batch: MicroBatch) -> int:
-    """What the MLP keeps of what it computes from these: of gelu its result, of swiglu silu(gate) and the product.
-
-    Compiled, silu(gate) is computed again.
-    """
-    return (1 if model.options.mlp == "gelu" or batch.compiled else 2) * model.options.mlp_hidden_size
+    """What the MLP keeps of what it computes from these: its result and, of swiglu in two steps, silu(gate)."""
+    in_two_steps = model.options.mlp == "swiglu" and not batch.compiled and batch.device_type == "cpu"
+    return (2 if in_two_steps else 1) * model.options.mlp_hidden_size
 
 
 def _norm_dtype(model: GPT, batch: MicroBatch) -> torch.dtype:

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from flashtrain.kernels import cross_entropy
+from flashtrain.kernels import cross_entropy, swiglu
 from flashtrain.kernels.attention import Intervals, flash_v1
 from flashtrain.kernels.attention.flash_hopper import backward as flash_hopper_backward
 from flashtrain.kernels.attention.flash_hopper import forward as flash_hopper
@@ -83,6 +83,10 @@ def launch(target: str, problem: Problem) -> None:
         cross_entropy.NUM_WARPS = cross_entropy.LANES // TARGETS[target].warp_size
         targets = torch.zeros(2, dtype=torch.int64)
         cross_entropy.nll_and_gradient_(torch.empty(2, length, dtype=dtype), targets, length - 47, ignored=-100)
+        return
+    if problem.variant == "swiglu":
+        gate_up = torch.empty(2, 2 * length, dtype=dtype)
+        torch.ops.flashtrain.swiglu_backward(swiglu.swiglu(gate_up), gate_up)
         return
     v_head_dim = problem.v_head_dim or problem.head_dim
     q = torch.empty(1, length, heads, problem.head_dim, dtype=dtype)

@@ -20,7 +20,10 @@ ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "gfx942"]
 FORWARD, DELTA, DKDV, DQ = KERNELS = ["_fwd_kernel", "_bwd_delta_kernel", "_bwd_dkdv_kernel", "_bwd_dq_kernel"]
 FLASH_V1_KERNELS = [FORWARD, BACKWARD := "_bwd_kernel"]
 FLASH_HOPPER_BACKWARD_KERNELS = [START := "_bwd_start_kernel", BACKWARD, DQ]
-CROSS_ENTROPY_KERNEL = "_cross_entropy_kernel"
+ROW_KERNELS = {
+    "cross_entropy": ["_cross_entropy_kernel"],
+    "swiglu": ["_swiglu_kernel", "_swiglu_backward_kernel"],
+}
 
 # Fields of the script's Problem, in bf16 unless given. These are what tiles.py measured on sm_90.
 MEASURED = {
@@ -57,11 +60,15 @@ FLASH_V1 = {
     "flash_v1 fp32": {"variant": "flash_v1", "dtype": "float32"},
 }
 
-# Rows of GPT-2's padded vocabulary, and of a length that no vector divides.
-CROSS_ENTROPY = {
-    "cross_entropy": {"variant": "cross_entropy", "length": 50_304},
-    "cross_entropy odd fp16": {"variant": "cross_entropy", "length": 4095, "dtype": "float16"},
-    "cross_entropy fp32": {"variant": "cross_entropy", "length": 50_304, "dtype": "float32"},
+# Rows of the length of GPT-2's padded vocabulary, and of one that no vector divides.
+ROWS = {
+    f"{variant}{name}": {"variant": variant, **fields}
+    for variant in ROW_KERNELS
+    for name, fields in {
+        "": {"length": 50_304},
+        " odd fp16": {"length": 4095, "dtype": "float16"},
+        " fp32": {"length": 50_304, "dtype": "float32"},
+    }.items()
 }
 
 # The forward of flash_hopper, on sm_90 alone.
@@ -127,20 +134,20 @@ FLASH_V1_SPILLS = {FORWARD: 64, BACKWARD: 600}
 
 
 def problems(architecture):
-    everywhere = FEATURES | FLASH_V1 | CROSS_ENTROPY
+    everywhere = FEATURES | FLASH_V1 | ROWS
     return everywhere | (MEASURED | FLASH_HOPPER | FLASH_HOPPER_BACKWARD if architecture == "sm_90" else {})
 
 
 def kernels_of(problem):
     if problem in FLASH_HOPPER_BACKWARD:
         return FLASH_HOPPER_BACKWARD_KERNELS
-    if problem in CROSS_ENTROPY:
-        return [CROSS_ENTROPY_KERNEL]
+    if problem in ROWS:
+        return ROW_KERNELS[ROWS[problem]["variant"]]
     return FLASH_V1_KERNELS if problem in FLASH_V1 else [FORWARD] if problem in FLASH_HOPPER else KERNELS
 
 
 def may_spill(architecture, problem, kernel):
-    if problem in CROSS_ENTROPY:
+    if problem in ROWS:
         return 0
     if problem in FLASH_V1:
         return math.inf if problem == "flash_v1 fp32" else FLASH_V1_SPILLS[kernel]
@@ -191,8 +198,9 @@ def test_compiles_and_fits(architecture, problem):
         adds_up_dq = problem in FLASH_HOPPER_BACKWARD and name == BACKWARD
         counts_tiles = problem in FLASH_HOPPER and FLASH_HOPPER[problem].get("mask") == "documents"
         assert (report["atomics"] > 0) == (adds_up_dq or counts_tiles), (name, report)
-        without_products = {DELTA, START, CROSS_ENTROPY_KERNEL} | ({DQ} if problem in FLASH_HOPPER_BACKWARD else set())
-        if architecture == "sm_90" and "fp32" not in problem and name not in without_products:
+        without_products = {DELTA, START} | ({DQ} if problem in FLASH_HOPPER_BACKWARD else set())
+        multiplies = problem not in ROWS and name not in without_products
+        if architecture == "sm_90" and "fp32" not in problem and multiplies:
             assert report["wgmma"] > 0, (name, report)
             assert (report["tma"] > 0) == (problem not in FLASH_V1), (name, report)
         if problem in FLASH_HOPPER or adds_up_dq:

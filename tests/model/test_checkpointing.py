@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtrain.kernels.attention import attention
+from flashtrain.model import layers
 from flashtrain.model.checkpointing import ATTENTION_OPERATORS, MODES, PRODUCT_OPERATORS
 from flashtrain.model.gpt import GPT
 
@@ -112,28 +113,56 @@ def test_mlp_computes_its_activation_again_and_nothing_else(family, activation):
     assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
-@each_of(CASES)
-def test_compiled_into_one_graph_it_is_the_same_with_the_same_state_keys(case, mode):
+def compiled(case, mode, counted):
+    """What `eager` returns of a model that is compiled into one graph; of what is called, what is `counted`."""
     counts = Counter()
 
     def counting(graph, inputs):
         for node in graph.graph.nodes:
             # An operator that may draw random numbers is an argument of what keeps their state.
             operators = [x for x in (node.target, *node.args) if isinstance(x, OpOverload)]
-            counts.update(COUNTED.intersection(operators))
+            counts.update(counted.intersection(operators))
         return make_boxed_func(graph.forward)
 
-    expected, _, keys = eager(case, "none")
-    _, calls, keys_of_mode = eager(case, mode)
-    compiled = case.model(mode)
+    model = case.model(mode)
     backend = aot_autograd(fw_compiler=counting, bw_compiler=counting, partition_fn=min_cut_rematerialization_partition)
     torch.compiler.reset()
-    compiled.compile(backend=backend, fullgraph=True)
-    actual = case.gradients(compiled)
+    model.compile(backend=backend, fullgraph=True)
+    return case.gradients(model), counts, list(model.state_dict())
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+@each_of(CASES)
+def test_compiled_into_one_graph_it_is_the_same_with_the_same_state_keys(case, mode):
+    expected, _, keys = eager(case, "none")
+    _, calls, keys_of_mode = eager(case, mode)
+    actual, counts, keys_of_compiled = compiled(case, mode, COUNTED)
     assert counts == of(COUNTED, calls)
     assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
-    assert keys == keys_of_mode == list(compiled.state_dict())
+    assert keys == keys_of_mode == keys_of_compiled
+
+
+@pytest.mark.parametrize("run", [eager.__wrapped__, partial(compiled, counted=frozenset())], ids=["eager", "compiled"])
+def test_swiglus_kernel_runs_again_where_its_result_is_not_kept(monkeypatch, run):
+    kernels = pytest.importorskip("flashtrain.kernels.swiglu")
+    launched, launch = [], kernels._launch
+
+    def count_and_launch(kernel, *tensors, **options):
+        launched.append(kernel)
+        launch(kernel, *tensors, **options)
+
+    monkeypatch.setattr(layers, "has_kernel", lambda x: True)
+    monkeypatch.setattr(kernels, "_launch", count_and_launch)
+    case, expected = Case("sdpa_flash", masked=False, device=KERNELS_ON), None
+    for mode in MODES:
+        launched.clear()
+        gradients, *_ = run(case, mode)
+        expected = expected or gradients
+        assert Counter(launched) == {
+            kernels._swiglu_kernel: NUM_LAYERS * (1 if mode == "none" else 2),
+            kernels._swiglu_backward_kernel: NUM_LAYERS,
+        }, mode
+        assert all(torch.equal(*pair) for pair in zip(expected, gradients, strict=True))
 
 
 @pytest.mark.gpu
