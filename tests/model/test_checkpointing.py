@@ -153,7 +153,7 @@ def test_swiglus_kernel_runs_again_where_its_result_is_not_kept(monkeypatch, run
 
     monkeypatch.setattr(layers, "has_kernel", lambda x: True)
     monkeypatch.setattr(kernels, "_launch", count_and_launch)
-    case, expected = Case("sdpa_flash", masked=False, device=KERNELS_ON), None
+    case, expected = Case("standard", masked=False, device=KERNELS_ON), None
     for mode in MODES:
         launched.clear()
         gradients, *_ = run(case, mode)
