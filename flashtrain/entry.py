@@ -22,7 +22,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from flashtrain import ranks
@@ -51,10 +51,10 @@ def main(verb: Callable[[Any], None], root: Root = RUN) -> None:
         with mistakes_end_in_one_sentence(root):
             if HydraConfig.get().mode is RunMode.MULTIRUN:
                 ranks.refuse_torchrun("a sweep", "python train.py --multirun ... trainer.devices=N")
-                output = composed.output if "output" in composed else None
-                if output in outputs:
+                output = OmegaConf.select(composed, "output")
+                if output and output in outputs:
                     raise UserError(f"output={output} has another job of this sweep; sweep output too")
-                outputs.extend([output] if output else [])
+                outputs.append(output)
                 sys.argv[1:] = overrides  # those of this job: what its other ranks are started with
             verb(root.settle(composed, overrides))
 

@@ -69,11 +69,13 @@ def run(config: Config) -> None:
 
 
 def _run(config: Config, until_the_end: contextlib.ExitStack) -> None:
+    """`run`, which keeps what `until_the_end` is given, the folder's lock, until then."""
     refuse_all_but(("output", "resume"), config)
     if config.logger.wandb:
         require_wandb()
     mine = ranks.resolve(config.trainer.devices, devices.resolve_type("trainer.device", config.trainer.device))
     console = Console(quiet=not mine.is_first)
+    standing = runs.standing(config.output, config.resume)
     checkpoint = runs.checkpoint_to_resume(config.output, config.resume)
     if checkpoint is not None and (finished := _finished(config)):
         _say(console, f"{finished} has taken all its steps; evaluate it with run={finished}")
@@ -99,6 +101,8 @@ def _run(config: Config, until_the_end: contextlib.ExitStack) -> None:
     if mine.is_first:
         folder = _folder(config, made, corpus, checkpoint)
         until_the_end.enter_context(runs.alone_in(folder))
+        if runs.standing(config.output, config.resume) != standing:
+            raise UserError(f"another process has trained in {folder} meanwhile; say the same again to go on with that")
         _record(folder, config, made, corpus, checkpoint is not None, mine.world_size)
     module = training_module(config, made, shape, folder / runs.FAULT_FOLDER)
     meter = SpeedMeter(config.train.tokens_per_step)
@@ -156,7 +160,8 @@ def step_shape(train: TrainConfig, micro_batch_tokens: int, world_size: int) -> 
         fitting = (share + 1) * world_size * train.sequence_length
         raise UserError(
             f"train.tokens_per_step is {train.tokens_per_step}, {rows} rows of train.sequence_length, which "
-            f"{world_size} ranks cannot share evenly; the next that they can: train.tokens_per_step={fitting}"
+            f"{world_size} ranks cannot share evenly; take trainer.devices that can or, for a new run, "
+            f"train.tokens_per_step={fitting}, the next that these can"
         )
     at_most = max(micro_batch_tokens // train.sequence_length, 1)
     largest = max(part for part in range(1, share + 1) if share % part == 0 and part <= at_most)

@@ -92,8 +92,17 @@ def alone_in(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        Path(lock.lock_file).unlink(missing_ok=True)  # while it is held: none that gets it then loses it
         lock.release()
-        Path(lock.lock_file).unlink(missing_ok=True)
+
+
+def standing(output: str | None, resume: str | None) -> dict[str, int]:
+    """What there is to continue from, arguments as in `checkpoint_to_resume`, and when each file was written."""
+    if resume is None:
+        return {}
+    folder = Path(output) if resume in RESUME_WORDS else folder_of(resume)
+    files = [*folder.glob(f"{CHECKPOINT_FOLDER}/[!.]*"), *folder.glob(RESULT_FILE)]
+    return {path.name: path.stat().st_mtime_ns for path in files}
 
 
 def folder_of(place: str) -> Path:
@@ -266,10 +275,10 @@ def last_fault(folder: Path) -> Path | None:
 def read_provenance(folder: Path) -> dict[str, object]:
     """The recorded facts of a run. Raises UserError where they are missing or damaged."""
     path = folder / PROVENANCE_FILE
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise UserError(f"{path} is missing or damaged; start a new run") from None
+    with contextlib.suppress(OSError, ValueError):
+        if isinstance(facts := json.loads(path.read_text(encoding="utf-8")), dict):
+            return facts
+    raise UserError(f"{path} is missing or damaged; start a new run")
 
 
 def require_same(folder: Path, what: str, found: str) -> None:

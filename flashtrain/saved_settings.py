@@ -1,5 +1,6 @@
 """The settings that a run was made with, as its folder keeps them, and what a command may change of them."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -15,6 +16,8 @@ from flashtrain.training.checkpoint import read_checkpoint
 
 # What a command may change on a finished or interrupted run; everything else makes it another run.
 CHANGEABLE = ("attention", "trainer", "eval", "generate", "logger")
+# Where data lie that a run knows by digest, and refuses with another.
+PLACES = ("data.path", "data.tokenizer", "data.cache_dir")
 
 
 def to_yaml(config: Config) -> str:
@@ -43,21 +46,19 @@ def pretrained_length(place: str, started: Path | None) -> int | None:
 def of_saved_run(folder: Path, composed: DictConfig, overrides: list[str]) -> DictConfig:
     """The settings of a saved run, with the changeable ones of the command line; other changes are refused."""
     settings = _saved(folder)
-    differences = []
-    for override in OverridesParser.create().parse_overrides(overrides):
-        key = override.key_or_group
-        if key == "experiment":
-            raise UserError(f"experiment=... makes a new run; leave it out: {folder} has its own settings")
-        if key.split(".")[0] in CHANGEABLE:
-            OmegaConf.update(settings, key, OmegaConf.select(composed, key), merge=False)
-        elif key not in INVOCATION:
-            differences += _differences(key, OmegaConf.select(settings, key), OmegaConf.select(composed, key))
+    keys = [override.key_or_group for override in OverridesParser.create().parse_overrides(overrides)]
+    if "experiment" in keys:
+        raise UserError(f"experiment=... makes a new run; leave it out: {folder} has its own settings")
+    moved = [place for place in PLACES if OmegaConf.select(settings, place) is not None]
+    changed = [key for key in keys if key.split(".")[0] in CHANGEABLE or key in moved]
+    for key in changed:
+        OmegaConf.update(settings, key, OmegaConf.select(composed, key), merge=False)
     for key in INVOCATION:
         settings[key] = composed[key]
-    if differences:
+    if differences := _differences([key for key in keys if key not in changed], settings, composed):
         raise UserError(
-            f"{folder} was made with other settings: {'; '.join(differences)}; leave them out, or start a new "
-            f"run, since only {', '.join(CHANGEABLE)} may change"
+            f"{folder} was made with other settings: {'; '.join(differences.values())}; leave them out, or start a new "
+            f"run, since only {', '.join((*CHANGEABLE, *PLACES))} may change"
         )
     return settings
 
@@ -67,11 +68,11 @@ def refuse_another_run(folder: Path, config: Config) -> None:
     if not (folder / runs.CONFIG_FILE).exists():
         return
     saved, asked = _saved(folder), OmegaConf.structured(config)
-    keys = [key for key in saved if key not in (*CHANGEABLE, *INVOCATION)]
-    if differences := [line for key in keys for line in _differences(key, saved[key], asked[key])]:
+    differences = _differences([key for key in saved if key not in (*CHANGEABLE, *INVOCATION)], saved, asked)
+    if told := [line for key, line in differences.items() if key not in PLACES]:
         raise UserError(
-            f"{folder} was made with other settings: {'; '.join(differences)}; give those that are there, or another "
-            f"output, since only {', '.join(CHANGEABLE)} may change"
+            f"{folder} was made with other settings: {'; '.join(told)}; give those that are there, or another "
+            f"output, since only {', '.join((*CHANGEABLE, *PLACES))} may change"
         )
 
 
@@ -96,8 +97,13 @@ def _saved(folder: Path) -> DictConfig:
     return settings
 
 
-def _differences(key: str, saved: object, asked: object) -> list[str]:
-    if isinstance(saved, DictConfig) and isinstance(asked, DictConfig):
-        names = dict.fromkeys([*saved, *asked])
-        return [line for n in names for line in _differences(f"{key}.{n}", saved.get(n), asked.get(n))]
-    return [] if saved == asked else [f"{key} is {saved} there and {asked} here"]
+def _differences(keys: Iterable[str], saved: DictConfig, asked: DictConfig) -> dict[str, str]:
+    """What is said of each key that two settings differ in, at these and within."""
+    found = {}
+    for key in keys:
+        there, here = OmegaConf.select(saved, key), OmegaConf.select(asked, key)
+        if isinstance(there, DictConfig) and isinstance(here, DictConfig):
+            found |= _differences([f"{key}.{name}" for name in dict.fromkeys([*there, *here])], saved, asked)
+        elif there != here:
+            found[key] = f"{key} is {there} there and {here} here"
+    return found

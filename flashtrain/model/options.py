@@ -58,9 +58,9 @@ class ModelOptions:
         ]
         sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "max_positions")
         problems += [
-            f"model.{key}={value} must be above zero"
+            f"model.{key}={value} must be above zero and finite"
             for key in (*sizes, "norm_eps", "mlp_hidden_size", "attention_softcap", "vocab_size")
-            if (value := getattr(self, key)) is not None and not value > 0
+            if (value := getattr(self, key)) is not None and not 0 < value < math.inf
         ]
         if self.windows == []:
             problems.append("model.windows is empty; give at least one, as in model.windows=[1024,null]")

@@ -78,7 +78,7 @@ class CsvLogger(Logger):
 
     def _open(self, group: str, path: Path, step: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        rows = [row for row in _read(path) if int(row["step"]) < step]
+        rows = [row for row in _read(path) if _step(row, path) < step]
         self._columns[group] = list(rows[0]) if rows else []
         self._write(path, group, rows)
 
@@ -140,6 +140,13 @@ def _wandb_id(folder: Path) -> str | None:
     """The id of the W&B run that `folder` holds files of; None for a new one."""
     kept = sorted((folder / "wandb").glob("*run-*-*"))  # [offline-]run-TIME-ID
     return kept[-1].name.rpartition("-")[2] if kept else None
+
+
+def _step(row: Mapping[str, str], path: Path) -> int:
+    try:
+        return int(row["step"])
+    except (KeyError, ValueError, TypeError):
+        raise UserError(f"{path} has a row without the number of its step: {row}; mend or remove that file") from None
 
 
 def _read(path: Path) -> list[dict[str, str]]:

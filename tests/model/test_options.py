@@ -1,3 +1,5 @@
+import math
+
 import pytest
 from presets import NAMES, preset
 
@@ -53,7 +55,8 @@ CONTRADICTIONS = {
     "positions": ({"positions": "alibi"}, "model.positions=alibi is not one of learned, rope"),
     "mlp": ({"mlp": "relu"}, "model.mlp=relu is not one of gelu, swiglu"),
     "layers": ({"num_layers": 0}, "model.num_layers=0 must be above zero"),
-    "eps": ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be above zero"),
+    "eps": ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be above zero and finite"),
+    "infinite eps": ({"norm_eps": math.inf}, "model.norm_eps=inf must be above zero and finite"),
     "vocabulary": ({"vocab_size": -1}, "model.vocab_size=-1 must be above zero"),
     "heads": ({"num_heads": 5}, "model.hidden_size=192 is not divisible by model.num_heads=5"),
     "kv-heads": ({"num_kv_heads": 4}, "model.num_heads=6 is not a multiple of model.num_kv_heads=4"),

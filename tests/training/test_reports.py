@@ -15,6 +15,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_training import GPU, LENGTH, ROWS, Steps, StopAt, make_module, make_trainer
 
+from flashtrain.errors import UserError
 from flashtrain.training.loggers import CsvLogger, build_loggers
 from flashtrain.training.meter import SpeedMeter
 from flashtrain.training.progress import Bar, Lines, choose_display
@@ -145,6 +146,14 @@ def test_csv_drops_a_row_that_a_crash_has_cut(tmp_path):
     path.write_bytes(path.read_bytes()[:-4])
     CsvLogger(tmp_path).log_metrics({"train/loss": 0.5}, 3)
     assert rows(path) == [{"step": "1", "loss": "0.125"}, {"step": "3", "loss": "0.5"}]
+
+
+@pytest.mark.parametrize("text", ["step,loss\nfour,0.5\n", "loss\n0.5\n", "step,loss\n\0\0\0\n"])
+def test_a_damaged_csv_is_named(tmp_path, text):
+    (tmp_path / "train.csv").write_text(text)
+    with pytest.raises(UserError, match="train.csv has a row without the number of its step: .*; mend or remove"):
+        CsvLogger(tmp_path).log_metrics({"train/loss": 0.5}, 3)
+    assert (tmp_path / "train.csv").read_text() == text
 
 
 def test_tensorboard_scalars(tmp_path):
