@@ -1,8 +1,8 @@
 """Times flash_hopper's backward in order, the deterministic one, beside the one in no order and flash_v2's.
 
-    PYTHONPATH=. python tests/attention/time_order.py        (a minute on an H200; takes a GPU of sm_90)
+    PYTHONPATH=. python tests/attention/time_order.py [LENGTH ...]        (a minute on an H200; takes a GPU of sm_90)
 
-32,768 tokens of bf16, hidden size 2,048; TFLOP/s by the medians of interleaved rounds.
+Of 2,048, 8,192 and 32,768 unless lengths are given; 32,768 tokens of bf16, hidden size 2,048; TFLOP/s by the medians of interleaved rounds.
 """
 
 import functools
@@ -16,7 +16,7 @@ from flashtrain.kernels.attention import Intervals, make_qkv, ops
 from flashtrain.performance.timing import CudaClock, interleaved
 
 TOKENS, HIDDEN_SIZE = 32_768, 2_048
-HEAD_DIMS, LENGTHS = (64, 128), (2_048, 8_192, 32_768)
+HEAD_DIMS, LENGTHS = (64, 128), [2_048, 8_192, 32_768]
 MASKS = {"causal": Intervals.causal(), "full": Intervals.full()}
 WAYS = {"in no order": ops.flash_hopper, "in order": ops.flash_hopper_deterministic, "flash_v2": ops.flash_v2}
 
@@ -32,8 +32,8 @@ def main() -> None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         sys.exit("flash_hopper is timed on a GPU of sm_90, and PyTorch sees none here; run this where there is one")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    of_fastest = []
-    for head_dim, mask, length in itertools.product(HEAD_DIMS, MASKS, LENGTHS):
+    of_fastest, lengths = [], list(map(int, sys.argv[1:])) or LENGTHS
+    for head_dim, mask, length in itertools.product(HEAD_DIMS, MASKS, lengths):
         batch, heads = TOKENS // length, HIDDEN_SIZE // head_dim
         inputs = make_qkv(batch, length, length, heads, heads, head_dim, dtype=torch.bfloat16, device="cuda")
         dout = torch.randn_like(inputs[0])

@@ -42,9 +42,19 @@ def next_at(next_ptr):
 
 @gluon.jit
 def pass_to(next_ptr, number):
-    """Makes `number` the next, once what was added is there by those whom this warp has waited for."""
+    """Makes `number` the next, once what was added is there by those whom this warp has waited for.
+
+    By one lane: another's store of the same might come behind what is stored there next.
+    """
     _ = gl.inline_asm_elementwise(
-        "st.release.gpu.global.b32 [$1], $2; mov.b32 $0, 0;",
+        """{
+            .reg .pred first;
+            .reg .b32 lane;
+            mov.u32 lane, %laneid;
+            setp.eq.u32 first, lane, 0;
+            @first st.release.gpu.global.b32 [$1], $2;
+            mov.b32 $0, 0;
+        }""",
         "=r,l,r", [gl.cast(next_ptr, gl.int64), number], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 

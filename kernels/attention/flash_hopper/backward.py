@@ -301,8 +301,7 @@ def can_keep_order(intervals: Intervals, q_len: int, kv_len: int) -> bool:
     """Whether tiles can add to dQ in order, and as a rule none waits for the end of another.
 
     Where a mask ends to the left each would: a tile visits first what it sees in part, so the block there too, to which
-    those behind it add in the end. Where the mask is full and neither length a multiple of its block, all of a head
-    wait once, for the end of its last tile.
+    those behind it add in the end.
     """
     return intervals.bounds is None and intervals.at(q_len, kv_len).left is None
 
@@ -358,7 +357,7 @@ def _launch(
         heads_at_once=_heads_at_once(k.device, tiles) if in_order else None,
         group_size=num_q_heads // num_kv_heads, padded_len=s_start.shape[-1],
         **mask,
-        ANY_MASKED=any_masked(intervals, q_len, kv_len, keys) or q_len % launch.BLOCK_M != 0,
+        ANY_MASKED=any_masked(intervals, q_len, kv_len, keys),
         **vars(launch), num_warps=4,
     )  # fmt: skip
     query_rows.finish(dq_sum, dq, columns, scale)
