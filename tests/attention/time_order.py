@@ -2,7 +2,8 @@
 
     PYTHONPATH=. python tests/attention/time_order.py [LENGTH ...]        (a minute on an H200; takes a GPU of sm_90)
 
-Of 2,048, 8,192 and 32,768 unless lengths are given; 32,768 tokens of bf16, hidden size 2,048; TFLOP/s by the medians of interleaved rounds.
+At 2,048, 8,192 and 32,768 unless lengths are given; 32,768 tokens of bf16, hidden size 2,048; TFLOP/s by the medians of
+interleaved rounds.
 """
 
 import functools

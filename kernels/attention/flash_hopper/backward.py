@@ -357,7 +357,7 @@ def _launch(
         heads_at_once=_heads_at_once(k.device, tiles) if in_order else None,
         group_size=num_q_heads // num_kv_heads, padded_len=s_start.shape[-1],
         **mask,
-        ANY_MASKED=any_masked(intervals, q_len, kv_len, keys),
+        ANY_MASKED=any_masked(intervals, q_len, kv_len, keys) or (not in_order and q_len % launch.BLOCK_M != 0),
         **vars(launch), num_warps=4,
     )  # fmt: skip
     query_rows.finish(dq_sum, dq, columns, scale)

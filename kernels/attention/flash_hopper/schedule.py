@@ -164,18 +164,23 @@ def key_tile(num_kv_heads, heads_at_once, mask, BLOCK_N: gl.constexpr, BLOCK_M: 
         batch_head, tile = first_head + n % heads, num_tiles - 1 - n // heads
     first = tile * BLOCK_N
     b, h_kv = batch_head // num_kv_heads, batch_head % num_kv_heads
-    return b, h_kv, first, query_blocks(first, b, mask, BLOCK_N, BLOCK_M)
+    return b, h_kv, first, query_blocks(first, b, mask, heads_at_once is not None, BLOCK_N, BLOCK_M)
 
 
 @gluon.jit
-def query_blocks(first, b, mask, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr):
-    """What `block_ranges` says of the tile of keys from `first` on, where rows past the last query hide themselves: the
-    block that has them needs no mask for that."""
+def query_blocks(first, b, mask, IN_ORDER: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr):
+    """What `block_ranges` says of the tile of keys from `first` on.
+
+    Rows past the last query hide themselves. In order, the block that has them is not masked for that: it would be
+    visited first, where it is the last of a tile under the full mask. In no order it is, since ptxas makes a slower
+    loop of the free blocks without (NOTES).
+    """
     q_len = mask[0]
     lo_first, hi_first = seen_by(first, b, *mask)
     lo_last, hi_last = seen_by(first + BLOCK_N - 1, b, *mask)
-    hidden = (hi_first == q_len) * (BLOCK_M - 1)
-    return block_ranges(lo_first, hi_first + hidden, lo_last, hi_last, BLOCK_M)
+    if IN_ORDER:
+        hi_first += (hi_first == q_len) * (BLOCK_M - 1)
+    return block_ranges(lo_first, hi_first, lo_last, hi_last, BLOCK_M)
 
 
 @triton.jit
