@@ -6,8 +6,13 @@ import os
 import sys
 from types import ModuleType
 
+import hypothesis
 import pytest
 import torch
+
+# An example may wait for a core.
+hypothesis.settings.register_profile("without a deadline", deadline=None)
+hypothesis.settings.load_profile("without a deadline")
 
 # Triton reads this once, when it is first imported.
 if not torch.cuda.is_available():

@@ -5,8 +5,10 @@ problem and kernel. A process of its own, because Triton decides at import wheth
 a target, because kernels that problems share compile once.
 """
 
+import contextlib
 import dataclasses
 import functools
+import io
 import json
 import re
 import subprocess
@@ -17,6 +19,7 @@ from pathlib import Path
 import torch
 import triton
 from sass import unset_registers
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -113,26 +116,18 @@ def launch(target: str, problem: Problem) -> None:
 
 
 @functools.cache
-def assembled(ptx: str, target: str) -> tuple[str, str]:
-    """What ptxas says of a kernel: registers, bytes spilled, and products that it makes wait for one another; and the
-    machine code of one whose warps have roles."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    ptxas = tools / ("ptxas-blackwell" if target == "sm_100" else "ptxas")
-    with tempfile.TemporaryDirectory() as folder:
-        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        source.write_text(ptx)
-        gpu = re.search(r"^\.target (\w+)", ptx, re.MULTILINE).group(1)
-        command = [ptxas, "-v", f"--gpu-name={gpu}", source, "-o", cubin]
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-        if "setmaxnreg" not in ptx:
-            return said, ""
-        command = [tools / "nvdisasm", "-c", cubin]
-        return said, subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def machine_code(cubin: bytes) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, "-c", file.name], check=True, capture_output=True, text=True).stdout
 
 
-def report_on(kernel, target: str) -> dict[str, int | list]:
+def report_on(kernel, said: str, target: str) -> dict[str, int | list]:
     """What a compiled kernel needs and holds: bytes, numbers of instructions in its assembly, the registers that its
-    warps ask for, ptxas's codes on WGMMA, C751x, most of which make one wait, and reads of registers left unset."""
+    warps ask for and, of what ptxas `said`, bytes spilled and codes on WGMMA, C751x, most of which make one wait; where
+    warps have roles, reads of registers left unset."""
     report = {"shared": kernel.metadata.shared, "allowed": SHARED_MEMORY[target]}
     if "amdgcn" in kernel.asm:
         assembly = kernel.asm["amdgcn"]
@@ -140,12 +135,11 @@ def report_on(kernel, target: str) -> dict[str, int | list]:
         report["atomics"] = assembly.count("_atomic_")
     else:
         assembly = kernel.asm["ptx"]
-        said, machine_code = assembled(assembly, target)
         report["spilled"] = int(re.search(r"(\d+) bytes spill stores", said).group(1))
         report["waits"] = sorted(set(re.findall(r"C751\d", said)))
         asked = re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", assembly)
         report["registers"] = sorted(set(map(int, asked)))
-        report["unset"] = unset_registers(machine_code) if machine_code else []
+        report["unset"] = unset_registers(machine_code(kernel.asm["cubin"])) if asked else []
         report["atomics"] = len(re.findall(r"\b(?:atom|red|cp\.reduce)\.", assembly))
         report["wgmma"] = assembly.count("wgmma.mma_async")
         report["tma"] = assembly.count("cp.async.bulk.tensor")
@@ -154,19 +148,26 @@ def report_on(kernel, target: str) -> dict[str, int | list]:
 
 def main() -> None:
     target, problems = sys.argv[1], json.loads(sys.argv[2])
-    kernels = {}
+    kernels, said = {}, {}
     run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **options):
-        kernels[self.fn.__name__] = run(self, *args, grid=grid, warmup=True, **options)
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            kernel = run(self, *args, grid=grid, warmup=True, **options)
+        said.setdefault(kernel.hash, output.getvalue())  # nothing of one that was compiled before
+        kernels[self.fn.__name__] = kernel
 
     JITFunction.run = compile_only
+    knobs.nvidia.dump_ptxas_log = True
     driver.set_active(CompileOnlyDriver(TARGETS[target]))
-    for name, fields in problems.items():
-        kernels.clear()
-        launch(target, Problem(**fields))
-        for kernel_name, kernel in kernels.items():
-            print(json.dumps({"problem": name, "kernel": kernel_name, **report_on(kernel, target)}), flush=True)
+    with tempfile.TemporaryDirectory() as empty, knobs.cache.scope():
+        knobs.cache.dir = empty  # ptxas says nothing of what was compiled by another process
+        for name, fields in problems.items():
+            kernels.clear()
+            launch(target, Problem(**fields))
+            for kernel_name, kernel in kernels.items():
+                report = report_on(kernel, said[kernel.hash], target)
+                print(json.dumps({"problem": name, "kernel": kernel_name, **report}), flush=True)
 
 
 if __name__ == "__main__":

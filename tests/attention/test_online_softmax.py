@@ -145,7 +145,7 @@ NOTHING_AT_FIRST = (
 )
 def test_any_blocks_in_any_order_give_the_whole_row(kernel, exp, nats, number):
     @seed(number)
-    @settings(max_examples=25, deadline=None, database=None)
+    @settings(max_examples=25, database=None)
     @given(rows())
     @example(NOTHING_AT_FIRST)
     def hold(problem):

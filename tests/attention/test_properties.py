@@ -100,7 +100,7 @@ def problems(draw, flash):
 @pytest.mark.parametrize("number", range(4))
 def test_any_problem_is_as_accurate_as_standard(flash, number, nan_filled_outputs):
     @seed(number)
-    @settings(max_examples=10, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=10, database=None, suppress_health_check=[HealthCheck.too_slow])
     @given(problems(flash))
     def hold_to_the_rule(problem):
         inputs, dout, intervals, softcap = problem

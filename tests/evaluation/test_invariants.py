@@ -22,7 +22,7 @@ VOCAB = 257
 PREFIX = 256
 EPS = float(np.finfo(np.float32).eps)
 
-many_cases = partial(settings, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many_cases = partial(settings, suppress_health_check=[HealthCheck.function_scoped_fixture])
 lengths_of_documents = st.lists(st.integers(1, 90), min_size=1, max_size=5)
 prefixes = st.sampled_from(["document", "window", "none"])
 
