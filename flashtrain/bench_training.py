@@ -16,7 +16,7 @@ from rich.console import Console
 from flashtrain import device as devices
 from flashtrain import fit, ranks, runs
 from flashtrain.assembly import assemble_training, open_tokenizer, resolve_model
-from flashtrain.composition import Root, given_keys, refuse
+from flashtrain.composition import Root, refuse
 from flashtrain.composition import settle as settle_run
 from flashtrain.config import Config
 from flashtrain.contradictions import not_among, not_counts, not_found, not_measured, not_new
@@ -34,6 +34,7 @@ from flashtrain.performance.timing import CudaClock
 from flashtrain.performance.training_report import Cell, Conditions, as_row, describe, markdown, speed_table
 from flashtrain.performance.training_steps import Steps, System, measure
 from flashtrain.ranks import Ranks
+from flashtrain.saved_settings import given_keys
 from flashtrain.training.meter import SpeedMeter
 from flashtrain.training.timed import TimedSteps
 from flashtrain.training.trainer import build_trainer

@@ -19,7 +19,7 @@ from flashtrain.contradictions import contradictions
 from flashtrain.data.options import RecallOptions
 from flashtrain.errors import UserError
 from flashtrain.evaluation.recall import KEYS as RECALL_KEYS
-from flashtrain.saved_settings import of_saved_run, pretrained_length, refuse_another_run, saved_model
+from flashtrain.saved_settings import given_keys, of_saved_run, pretrained_length, refuse_another_run, saved_model
 
 # Of what the weights are that a run starts from, which it finds out.
 PRETRAINED_LENGTH = "train.pretrained_length"
@@ -115,20 +115,6 @@ def refuse_all_but(used: tuple[str, ...], config: Config) -> None:
         value = getattr(config, name)
         if name not in used and value not in (None, runs.DEFAULT_CHECKPOINT):
             raise UserError(f"{name}={value} is not for this command, which takes {' and '.join(used)}; leave it out")
-
-
-def given_keys(overrides: list[str]) -> set[str]:
-    """The keys that a command line gives a value, those within a dictionary too: `a={b:1}` gives a.b."""
-    given = set()
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    left = [(override.key_or_group, override.value()) for override in parsed]
-    while left:
-        key, value = left.pop()
-        if isinstance(value, dict):
-            left += [(f"{key}.{name}", inner) for name, inner in value.items()]
-        else:
-            given.add(key)
-    return given
 
 
 def unknown_key(full_key: str, group: type) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashtrain import ranks, runs
 from flashtrain.assembly import open_data, open_tokenizer, resolve_model
-from flashtrain.composition import PRETRAINED_LENGTH, Root, given_keys, refuse_all_but
+from flashtrain.composition import PRETRAINED_LENGTH, Root, refuse_all_but
 from flashtrain.composition import settle as settle_run
 from flashtrain.config import Config
 from flashtrain.data.options import RecallOptions
@@ -28,7 +28,7 @@ from flashtrain.interop.settings import read_settings, write_settings
 from flashtrain.interop.tensors import export_weights, import_weights
 from flashtrain.model.gpt import GPT
 from flashtrain.model.options import ModelOptions
-from flashtrain.saved_settings import to_yaml
+from flashtrain.saved_settings import given_keys, to_yaml
 from flashtrain.training.checkpoint import MODEL_PREFIX, load_weights, written_whole
 
 OF_WEIGHTS = (PRETRAINED_LENGTH, "train.init_from")

@@ -75,7 +75,7 @@ def _run(config: Config, until_the_end: contextlib.ExitStack) -> None:
         require_wandb()
     mine = ranks.resolve(config.trainer.devices, devices.resolve_type("trainer.device", config.trainer.device))
     console = Console(quiet=not mine.is_first)
-    standing = runs.standing(config.output, config.resume)
+    seen = runs.standing(config.output, config.resume)
     checkpoint = runs.checkpoint_to_resume(config.output, config.resume)
     if checkpoint is not None and (finished := _finished(config)):
         _say(console, f"{finished} has taken all its steps; evaluate it with run={finished}")
@@ -101,7 +101,7 @@ def _run(config: Config, until_the_end: contextlib.ExitStack) -> None:
     if mine.is_first:
         folder = _folder(config, made, corpus, checkpoint)
         until_the_end.enter_context(runs.alone_in(folder))
-        if runs.standing(config.output, config.resume) != standing:
+        if runs.standing(config.output, config.resume) != seen:
             raise UserError(f"another process has trained in {folder} meanwhile; say the same again to go on with that")
         _record(folder, config, made, corpus, checkpoint is not None, mine.world_size)
     module = training_module(config, made, shape, folder / runs.FAULT_FOLDER)

@@ -92,7 +92,8 @@ def alone_in(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        Path(lock.lock_file).unlink(missing_ok=True)  # while it is held: none that gets it then loses it
+        with contextlib.suppress(OSError):  # while it is held: none that gets it then loses it
+            Path(lock.lock_file).unlink()
         lock.release()
 
 
@@ -101,8 +102,11 @@ def standing(output: str | None, resume: str | None) -> dict[str, int]:
     if resume is None:
         return {}
     folder = Path(output) if resume in RESUME_WORDS else folder_of(resume)
-    files = [*folder.glob(f"{CHECKPOINT_FOLDER}/[!.]*"), *folder.glob(RESULT_FILE)]
-    return {path.name: path.stat().st_mtime_ns for path in files}
+    found = {}
+    for path in [*folder.glob(f"{CHECKPOINT_FOLDER}/[!.]*"), *folder.glob(RESULT_FILE)]:
+        with contextlib.suppress(FileNotFoundError):  # another process may remove it just now
+            found[path.name] = path.stat().st_mtime_ns
+    return found
 
 
 def folder_of(place: str) -> Path:

@@ -16,7 +16,7 @@ from flashtrain.training.checkpoint import read_checkpoint
 
 # What a command may change on a finished or interrupted run; everything else makes it another run.
 CHANGEABLE = ("attention", "trainer", "eval", "generate", "logger")
-# Where data lie that a run knows by digest, and refuses with another.
+# Where what it reads lies, which it knows by digest: it may have moved since.
 PLACES = ("data.path", "data.tokenizer", "data.cache_dir")
 
 
@@ -43,22 +43,38 @@ def pretrained_length(place: str, started: Path | None) -> int | None:
         raise UserError(f"train.init_from={place} has no weights to start from: {error}") from None
 
 
+def given_keys(overrides: list[str]) -> set[str]:
+    """The keys that a command line gives a value, those within a dictionary too: `a={b:1}` gives a.b."""
+    given = set()
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    left = [(override.key_or_group, override.value()) for override in parsed]
+    while left:
+        key, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{key}.{name}", inner) for name, inner in value.items()]
+        else:
+            given.add(key)
+    return given
+
+
 def of_saved_run(folder: Path, composed: DictConfig, overrides: list[str]) -> DictConfig:
     """The settings of a saved run, with the changeable ones of the command line; other changes are refused."""
     settings = _saved(folder)
-    keys = [override.key_or_group for override in OverridesParser.create().parse_overrides(overrides)]
+    keys = sorted(given_keys(overrides))
     if "experiment" in keys:
         raise UserError(f"experiment=... makes a new run; leave it out: {folder} has its own settings")
-    moved = [place for place in PLACES if OmegaConf.select(settings, place) is not None]
-    changed = [key for key in keys if key.split(".")[0] in CHANGEABLE or key in moved]
+    # The choice that the run has made, too, changes nothing: `data=text` for the sake of `data.path`.
+    chosen = [group for group, (key, _) in CHOICES.items() if settings[group][key] == composed[group][key]]
+    changeable = (*CHANGEABLE, *(place for place in PLACES if OmegaConf.select(settings, place) is not None))
+    changed = [key for key in keys if key.split(".")[0] in changeable or key in changeable]
     for key in changed:
         OmegaConf.update(settings, key, OmegaConf.select(composed, key), merge=False)
     for key in INVOCATION:
         settings[key] = composed[key]
-    if differences := _differences([key for key in keys if key not in changed], settings, composed):
+    if differences := _differences([key for key in keys if key not in (*changed, *chosen)], settings, composed):
         raise UserError(
-            f"{folder} was made with other settings: {'; '.join(differences.values())}; leave them out, or start a new "
-            f"run, since only {', '.join((*CHANGEABLE, *PLACES))} may change"
+            f"{folder} was made with other settings: {'; '.join(differences)}; leave them out, or start a new "
+            f"run, since only {', '.join(changeable)} may change"
         )
     return settings
 
@@ -68,11 +84,10 @@ def refuse_another_run(folder: Path, config: Config) -> None:
     if not (folder / runs.CONFIG_FILE).exists():
         return
     saved, asked = _saved(folder), OmegaConf.structured(config)
-    differences = _differences([key for key in saved if key not in (*CHANGEABLE, *INVOCATION)], saved, asked)
-    if told := [line for key, line in differences.items() if key not in PLACES]:
+    if differences := _differences([key for key in saved if key not in (*CHANGEABLE, *INVOCATION)], saved, asked):
         raise UserError(
-            f"{folder} was made with other settings: {'; '.join(told)}; give those that are there, or another "
-            f"output, since only {', '.join((*CHANGEABLE, *PLACES))} may change"
+            f"{folder} was made with other settings: {'; '.join(differences)}; give those that are there, or another "
+            f"output, since only {', '.join(CHANGEABLE)} may change"
         )
 
 
@@ -97,13 +112,13 @@ def _saved(folder: Path) -> DictConfig:
     return settings
 
 
-def _differences(keys: Iterable[str], saved: DictConfig, asked: DictConfig) -> dict[str, str]:
+def _differences(keys: Iterable[str], saved: DictConfig, asked: DictConfig) -> list[str]:
     """What is said of each key that two settings differ in, at these and within."""
-    found = {}
+    found = []
     for key in keys:
         there, here = OmegaConf.select(saved, key), OmegaConf.select(asked, key)
         if isinstance(there, DictConfig) and isinstance(here, DictConfig):
-            found |= _differences([f"{key}.{name}" for name in dict.fromkeys([*there, *here])], saved, asked)
+            found += _differences([f"{key}.{name}" for name in dict.fromkeys([*there, *here])], saved, asked)
         elif there != here:
-            found[key] = f"{key} is {there} there and {here} here"
+            found.append(f"{key} is {there} there and {here} here")
     return found

@@ -185,6 +185,22 @@ def test_a_saved_run_refuses_other_settings_and_lists_them(mistake, saved_run):
     assert mistake(f"resume={saved_run}", "experiment=gpt2_long").startswith("experiment=... makes a new run;")
 
 
+def test_what_a_saved_run_reads_may_have_moved(settings, mistake, saved_run):
+    places = {"data.path": "elsewhere", "data.tokenizer": "tokenizer.json", "data.cache_dir": "/scratch"}
+    same = [f"resume={saved_run}", "data=text"]
+    config = settings(*same, *(f"{key}={place}" for key, place in places.items()))
+    assert (config.data.path, config.data.tokenizer, config.data.cache_dir) == tuple(places.values())
+    config = settings(*same, "data={path: elsewhere}", "data.cache_dir=/scratch")
+    assert (config.data.path, config.data.tokenizer, config.data.cache_dir) == ("elsewhere", "bytes", "/scratch")
+    assert settings(*same).data.path == "books"
+    told = mistake(*same, "data.path=elsewhere", "data.column=body")
+    assert "data.column is None there and body here; leave them out" in told and told.count("data.path") == 1
+    assert "data.source is text there and stdlib here" in mistake(f"resume={saved_run}", "data=stdlib")
+    same = ["model.num_layers=2", "train.steps=7", "data=text"]
+    told = mistake(*same, f"output={saved_run}", "resume=auto", "data.path=x")
+    assert "data.path is books there and x here; give those that are there" in told
+
+
 def test_a_word_takes_the_settings_of_the_command_line_which_are_those_of_the_run(settings, mistake, saved_run):
     same = ["model.num_layers=2", "train.steps=7", "data=text", "data.path=books", f"output={saved_run}", "resume=auto"]
     config = settings(*same, "attention=sdpa_math", "eval.max_documents=3")

@@ -43,7 +43,7 @@ ALLOWED = {
     "bench": {"composition", "contradictions", "runs", "device", "entry", "performance", DOOR},
     **{verb: {"assembly", *SETTINGS, "device", "ranks", "runs", "entry", *NOUNS, *VERBS} for verb in VERBS},
     "bench_training": {
-        *("assembly", "config", "composition", "contradictions", "device", "ranks", "runs", "entry", "fit"),
+        *("assembly", *SETTINGS, "contradictions", "device", "ranks", "runs", "entry", "fit"),
         *("data", "performance", "training", DOOR),
     },
 }

@@ -84,6 +84,11 @@ def test_gate_and_up_of_different_widths_are_refused():
         kernels.swiglu(random(2, 7))
 
 
+def test_a_dtype_that_would_lose_digits_is_refused():
+    with pytest.raises(ValueError, match="torch.float64 has no kernel; allowed are torch.float32, torch.float16, "):
+        kernels.swiglu(random(2, 8, dtype=torch.float64))
+
+
 def test_it_is_an_operator_that_compiles():
     gate_up, dout = random(4, 64), random(4, 32)
     torch.library.opcheck(kernels.swiglu, (gate_up.requires_grad_(),))

@@ -119,7 +119,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 def _nll(logits_nV: Tensor, targets_n: Tensor, vocab_size: int) -> Tensor:
     """Return -log p(target) (n,), 0 for ignored rows."""
     if has_kernel(logits_nV):
-        from flashtrain.kernels.cross_entropy import nll  # when it is first launched: to import Triton is slow
+        from flashtrain.kernels.cross_entropy import nll
 
         return nll(logits_nV, targets_n, vocab_size, IGNORED)
     return _pick_nll(_log_probabilities(logits_nV, vocab_size), targets_n, vocab_size)

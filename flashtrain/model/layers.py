@@ -1,4 +1,4 @@
-"""The layers that know nothing of sequence: norms and MLPs, and the dtype that activations travel in."""
+"""The layers that know nothing of sequence: norms and MLPs; the dtype of activations, and who computes with them."""
 
 import importlib.util
 import math
@@ -65,9 +65,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up (..., W) of both side by side (..., 2 W). Source: arXiv 2002.05202."""
     if has_kernel(gate_up):
         # Imported when it is first launched: to import Triton is slow, and settles whether it interprets.
-        from flashtrain.kernels.swiglu import swiglu
+        from flashtrain.kernels.swiglu import swiglu as by_kernel
 
-        return swiglu(gate_up)
+        return by_kernel(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from commands import SMALL, run_command
+from commands import run_command
 from text_runs import at_step, sentence_of, train, train_until, weights_of
 
 from flashtrain import fit, runs
@@ -88,8 +88,12 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path, monkeypatch):
     train(*same, "resume=must")
 
 
-@pytest.mark.parametrize("started", [False, True])
-def test_what_another_process_has_trained_meanwhile_is_not_trained_again(started, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("started", "words"),
+    [(False, ["output=run", "resume=auto"]), (True, ["output=run", "resume=auto"]), (True, ["resume=run"])],
+    ids=str,
+)
+def test_what_another_process_has_trained_meanwhile_is_not_trained_again(started, words, tmp_path, monkeypatch, capsys):
     """It ends between this one's choice of a checkpoint and its lock."""
     same, alone_in = ["train.log_every=1"], runs.alone_in
     if started:
@@ -103,12 +107,26 @@ def test_what_another_process_has_trained_meanwhile_is_not_trained_again(started
 
     with monkeypatch.context() as patch:
         patch.setattr(runs, "alone_in", after_another)
-        told = sentence_of("output=run", "resume=auto", *same)
+        told = sentence_of(*words, *same)
     assert told == "error: another process has trained in run meanwhile; say the same again to go on with that"
     run, others = (tmp_path / name / runs.PROVENANCE_FILE for name in ("run", "others"))
     assert run.read_bytes() == others.read_bytes()
-    train("output=run", "resume=auto", *same)
+    train(*words, *same)
     assert "run has taken all its steps" in capsys.readouterr().out
+
+
+def test_a_checkpoint_and_a_result_show_that_a_process_has_trained(tmp_path):
+    words = [("run", "auto"), (None, "run"), (None, "run/checkpoints/step-4.ckpt")]
+    assert runs.standing("run", "auto") == {}
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    seen = []
+    for name in ("checkpoints/step-4.ckpt", "checkpoints/last.ckpt", "result.json"):
+        (tmp_path / "run" / name).write_text("")
+        every = [runs.standing(*output_and_resume) for output_and_resume in words]
+        assert every[0] == every[1] == every[2] and every[0] not in seen
+        seen.append(every[0])
+    (tmp_path / "run/checkpoints/.last.ckpt.partial").write_text("")
+    assert runs.standing("run", "auto") == seen[-1] and runs.standing("run", None) == {}
 
 
 @pytest.mark.parametrize("stage", ["_sample", "_evaluate", "_report"])
@@ -240,17 +258,15 @@ def test_resume_refuses_a_missing_or_broken_checkpoint_and_another_corpus(tmp_pa
         assert "run/provenance.json is missing or damaged" in resume()
 
 
-@pytest.mark.parametrize("word", [[], ["resume=auto"]], ids=["resume=DIR", "resume=auto"])
-def test_a_run_goes_on_where_its_text_has_moved_to(word, tmp_path, monkeypatch, capsys, books):
+def test_a_run_goes_on_where_its_text_has_moved_to(tmp_path, monkeypatch, capsys, books):
     train_until(monkeypatch, 1, "output=run", "train.log_every=1")
     books.rename(tmp_path / "moved")
     moved = ["data=text", "data.path=moved", "data.cache_dir=cache"]
-    again = [*moved, "resume=run"] if not word else [*SMALL, "train.log_every=1", *moved, "output=run", *word]
     (tmp_path / "moved/more.txt").write_text("and another document")
     with pytest.raises(SystemExit, match="run was made with corpus .*; bring the old files back"):
-        run_command("python train.py", *again)
+        run_command("python train.py resume=run", *moved)
     (tmp_path / "moved/more.txt").unlink()
-    run_command("python train.py", *again)
+    run_command("python train.py resume=run", *moved)
     with pytest.raises(SystemExit, match="books does not exist"):
         run_command("python -m flashtrain.evaluate run=run")
     run_command("python -m flashtrain.evaluate run=run", *moved)

@@ -63,6 +63,20 @@ def micro_batch(mode, variant="sdpa_flash", **changes):
     return MicroBatch(**values | changes, variant=variant, activation_checkpointing=mode)
 
 
+@pytest.mark.parametrize(
+    ("where", "kept"),
+    [({}, 2), ({"compiled": True}, 1), ({"device_type": "cuda"}, 1)],
+    ids=["eager", "compiled", "kernel"],
+)
+def test_silu_of_the_gate_is_kept_only_by_two_steps_in_turn(where, kept):
+    model = make_model(FAMILIES["nano"], "none", "sdpa_flash")
+    activations = {m: block_activations(model, micro_batch(m, **where))[0] for m in ("none", "mlp")}
+    batch = micro_batch("mlp", **where)
+    mlp_adds = 0 if batch.compiled else model.options.hidden_size
+    of_token = kept * model.options.mlp_hidden_size - mlp_adds
+    assert activations["none"] - activations["mlp"] == batch.tokens * of_token * batch.dtype.itemsize
+
+
 @each_precision
 @pytest.mark.parametrize("variant", ["sdpa_flash", "standard", "sdpa_math"])
 @pytest.mark.parametrize("options", FAMILIES.values(), ids=FAMILIES)
